@@ -1,0 +1,61 @@
+"""The one configuration object of the package."""
+
+from dataclasses import dataclass
+
+PARTIAL_DTYPES = ("fp32", "bf16")
+KV_TILE_TOKENS = 64  # the smallest KV tile of our kernels; user-set block sizes are multiples of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitKVConfig:
+    """Settings of Split-KV that hold for a whole run.
+
+    Attributes:
+        block_size: KV tokens of one planner block, a multiple of 64; None takes the largest power
+            of two up to 512 that leaves each rank at least 16 blocks.
+        num_stages: upper bound on the number of exchanges that the other ranks' query rows are cut
+            into; a group of cp ranks uses `min(num_stages, cp - 1)`. More stages mean smaller
+            buffers and more overlap, and more collectives.
+        partial_dtype: wire format of returned partial outputs and query gradients, "fp32" or
+            "bf16". Merging is always done in fp32.
+        keep_queries: keep the gathered query rows of the forward pass for the backward pass
+            instead of gathering them again: less traffic, more memory.
+        balance_tolerance: share by which the dearest rank may exceed the mean cost before the
+            planner cuts documents that it could have kept whole.
+        check_plan: "first" compares plan fingerprints over the group on a group's first batch,
+            "always" on each new plan.
+        mtp_normalization: "global" scales multi-token-prediction losses by token counts of the
+            whole context-parallel group, so that they equal a run without context parallelism;
+            "megatron" keeps the rank-local ratio of Megatron.
+    """
+
+    block_size: int | None = None
+    num_stages: int = 4
+    partial_dtype: str = "fp32"
+    keep_queries: bool = False
+    balance_tolerance: float = 0.01
+    check_plan: str = "first"
+    mtp_normalization: str = "global"
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        if size is not None and (size <= 0 or size % KV_TILE_TOKENS != 0):
+            raise ValueError(
+                f"block_size={size} must be a positive multiple of {KV_TILE_TOKENS} (the kernels' "
+                f"KV tile); use {max(1, -(-size // KV_TILE_TOKENS)) * KV_TILE_TOKENS}, or leave it "
+                "out to have it chosen"
+            )
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages={self.num_stages} must be at least 1; 4 is the default")
+        _check_choice("partial_dtype", self.partial_dtype, PARTIAL_DTYPES)
+        if not 0.0 <= self.balance_tolerance <= 1.0:
+            raise ValueError(
+                f"balance_tolerance={self.balance_tolerance} must lie in [0, 1]; 0.01 is one percent"
+            )
+        _check_choice("check_plan", self.check_plan, ("first", "always"))
+        _check_choice("mtp_normalization", self.mtp_normalization, ("global", "megatron"))
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
