@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 PARTIAL_DTYPES = ("fp32", "bf16")
 KV_TILE_TOKENS = 64  # the smallest KV tile of our kernels; user-set block sizes are multiples of it
+WIRE_ALIGNMENT_BYTES = 16  # each field of a travelling row starts at a multiple of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,127 @@
+// Module _planner: the planner in integers. Arrays are int64 numpy arrays; no torch.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+
+#include "common/check.h"
+#include "planner/assign.h"
+#include "planner/exchange.h"
+#include "planner/queries.h"
+
+namespace py = pybind11;
+
+namespace splitkv::planner {
+namespace {
+
+using Int64Array = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
+
+QueryKind parse_kind(const std::string& name) {
+    if (name == "causal") return QueryKind::kCausal;
+    if (name == "window") return QueryKind::kWindow;
+    if (name == "full") return QueryKind::kFull;
+    if (name == "suffix") return QueryKind::kSuffix;
+    if (name == "anchors") return QueryKind::kAnchors;
+    SPLITKV_CHECK(false, "query spec '", name,
+                  "' is unknown; use causal, window, full, suffix or anchors");
+    return QueryKind::kCausal;
+}
+
+// Rows of a [n, columns] array as structs of int64 fields, and back. Copies; plans are small.
+template <typename Struct>
+std::vector<Struct> to_structs(const Int64Array& array, const char* name) {
+    constexpr int64_t kColumns = sizeof(Struct) / sizeof(int64_t);
+    SPLITKV_CHECK(array.ndim() == 2 && array.shape(1) == kColumns, name, " must be [n, ", kColumns,
+                  "], got ", array.ndim(), " dimensions");
+    const Struct* rows = reinterpret_cast<const Struct*>(array.data());
+    return std::vector<Struct>(rows, rows + array.shape(0));
+}
+
+template <typename Struct>
+Int64Array to_array(const std::vector<Struct>& structs) {
+    constexpr int64_t kColumns = sizeof(Struct) / sizeof(int64_t);
+    Int64Array array({static_cast<int64_t>(structs.size()), kColumns});
+    std::copy(structs.begin(), structs.end(), reinterpret_cast<Struct*>(array.mutable_data()));
+    return array;
+}
+
+Int64Array row_intervals(const QueryModel& model) {
+    Int64Array intervals({model.num_rows(), int64_t{2}});
+    int64_t* out = intervals.mutable_data();
+    py::gil_scoped_release release;
+    for (int64_t doc = 0; doc < model.num_docs(); ++doc) {
+        for (int64_t row = 0; row < model.num_rows(doc); ++row) {
+            const Range keys = model.visible_keys(doc, row);
+            *out++ = model.kv_start(doc) + keys.begin;
+            *out++ = model.kv_start(doc) + keys.end;
+        }
+    }
+    return intervals;
+}
+
+Int64Array rows_per_document(const QueryModel& model) {
+    Int64Array rows(model.num_docs());
+    for (int64_t doc = 0; doc < model.num_docs(); ++doc) {
+        rows.mutable_data()[doc] = model.num_rows(doc);
+    }
+    return rows;
+}
+
+Int64Array assign(const QueryModel& model, int64_t cp_size, int64_t block_size, double tolerance) {
+    std::vector<Run> runs;
+    {
+        py::gil_scoped_release release;
+        runs = assign_blocks(model, {cp_size, block_size, tolerance});
+    }
+    return to_array(runs);
+}
+
+std::vector<Int64Array> needed(const QueryModel& model, const Int64Array& runs, int64_t cp_size) {
+    std::vector<Int64Array> arrays;
+    for (const std::vector<Range>& ranges :
+         needed_rows(model, to_structs<Run>(runs, "runs"), cp_size)) {
+        arrays.push_back(to_array(ranges));
+    }
+    return arrays;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_planner, m) {
+    m.doc() = "Split-KV planner: who sees what, and which rank keeps which KV tokens.";
+    py::class_<QueryModel>(m, "QueryModel")
+        .def(py::init([](std::vector<int64_t> doc_lens, std::vector<int64_t> padded_lens,
+                         const std::string& kind, int64_t size, std::vector<int64_t> anchor_ptr,
+                         std::vector<int64_t> anchor_positions) {
+                 return QueryModel(std::move(doc_lens), std::move(padded_lens),
+                                   {parse_kind(kind), size, std::move(anchor_ptr),
+                                    std::move(anchor_positions)});
+             }),
+             py::arg("doc_lens"), py::arg("padded_lens"), py::arg("kind"), py::arg("size") = 0,
+             py::arg("anchor_ptr") = std::vector<int64_t>(),
+             py::arg("anchor_positions") = std::vector<int64_t>())
+        .def_property_readonly("num_tokens", &QueryModel::num_tokens)
+        .def_property_readonly("num_rows", py::overload_cast<>(&QueryModel::num_rows, py::const_))
+        .def("rows_per_document", &rows_per_document)
+        .def("row_intervals", &row_intervals)
+        .def("pairs_in", [](const QueryModel& model, int64_t doc, int64_t begin, int64_t end) {
+            return model.pairs_in(doc, {begin, end});
+        });
+    m.def("assign_blocks", &assign, py::arg("model"), py::arg("cp_size"), py::arg("block_size"),
+          py::arg("tolerance"));
+    m.def("rank_costs",
+          [](const QueryModel& model, const Int64Array& runs, int64_t cp_size) {
+              return rank_costs(model, to_structs<Run>(runs, "runs"), cp_size);
+          },
+          py::arg("model"), py::arg("runs"), py::arg("cp_size"));
+    m.def("needed_rows", &needed, py::arg("model"), py::arg("runs"), py::arg("cp_size"));
+    m.def("intersect",
+          [](const Int64Array& a, const Int64Array& b) {
+              return to_array(
+                  intersect(to_structs<Range>(a, "ranges"), to_structs<Range>(b, "ranges")));
+          },
+          py::arg("a"), py::arg("b"));
+}
+
+}  // namespace splitkv::planner

@@ -1,0 +1,154 @@
+#include "planner/queries.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "common/check.h"
+
+namespace splitkv::planner {
+namespace {
+
+// Sum of first + (first - 1) + ... over `count` terms.
+int64_t falling_sum(int64_t first, int64_t count) {
+    return count * first - count * (count - 1) / 2;
+}
+
+// Key j of a document of `len` tokens is seen by min(size, len - j) rows, both when a row sees the
+// last `size` keys (window) and when only the last `size` rows are queries (suffix).
+int64_t banded_pairs_before(int64_t len, int64_t size, int64_t x) {
+    const int64_t flat = std::min(x, std::max<int64_t>(0, len - size));
+    return flat * size + falling_sum(len - flat, x - flat);
+}
+
+std::vector<int64_t> prefix_sums(const std::vector<int64_t>& values) {
+    std::vector<int64_t> sums(values.size() + 1, 0);
+    for (size_t i = 0; i < values.size(); ++i) sums[i + 1] = sums[i] + values[i];
+    return sums;
+}
+
+void check_anchors(const std::vector<int64_t>& doc_lens, const QuerySpec& spec) {
+    SPLITKV_CHECK(spec.anchor_ptr.size() == doc_lens.size() + 1, "anchors are given for ",
+                  static_cast<int64_t>(spec.anchor_ptr.size()) - 1, " documents, but there are ",
+                  doc_lens.size(), "; give one list for each document (it may be empty)");
+    for (size_t doc = 0; doc < doc_lens.size(); ++doc) {
+        int64_t previous = 0;
+        for (int64_t i = spec.anchor_ptr[doc]; i < spec.anchor_ptr[doc + 1]; ++i) {
+            const int64_t position = spec.anchor_positions[i];
+            SPLITKV_CHECK(position >= previous && position <= doc_lens[doc], "anchor position ",
+                          position, " of document ", doc, " must ascend and lie in [0, ",
+                          doc_lens[doc], "]; sort the anchors of each document");
+            previous = position;
+        }
+    }
+}
+
+}  // namespace
+
+QueryModel::QueryModel(std::vector<int64_t> doc_lens, std::vector<int64_t> padded_lens,
+                       QuerySpec spec)
+    : doc_lens_(std::move(doc_lens)),
+      padded_lens_(std::move(padded_lens)),
+      spec_(std::move(spec)),
+      kv_starts_(prefix_sums(padded_lens_)) {
+    SPLITKV_CHECK(doc_lens_.size() == padded_lens_.size(), "padded_lens has ", padded_lens_.size(),
+                  " documents, doc_lens has ", doc_lens_.size(), "; both describe the same pack");
+    for (size_t doc = 0; doc < doc_lens_.size(); ++doc) {
+        SPLITKV_CHECK(doc_lens_[doc] >= 0 && padded_lens_[doc] >= doc_lens_[doc], "document ", doc,
+                      " has length ", doc_lens_[doc], " and padded length ", padded_lens_[doc],
+                      "; lengths are not negative and padding only adds tokens");
+    }
+    if (spec_.kind == QueryKind::kAnchors) {
+        check_anchors(doc_lens_, spec_);
+        anchor_sums_ = prefix_sums(spec_.anchor_positions);
+    }
+    std::vector<int64_t> rows(doc_lens_.size());
+    for (size_t doc = 0; doc < rows.size(); ++doc) rows[doc] = count_rows(doc);
+    row_starts_ = prefix_sums(rows);
+}
+
+bool QueryModel::is_self_attention() const {
+    return spec_.kind != QueryKind::kSuffix && spec_.kind != QueryKind::kAnchors;
+}
+
+int64_t QueryModel::count_rows(int64_t doc) const {
+    switch (spec_.kind) {
+        case QueryKind::kSuffix:
+            return std::min(spec_.size, doc_lens_[doc]);
+        case QueryKind::kAnchors:
+            return (spec_.anchor_ptr[doc + 1] - spec_.anchor_ptr[doc]) * spec_.size;
+        default:
+            return padded_lens_[doc];
+    }
+}
+
+Range QueryModel::visible_keys(int64_t doc, int64_t row) const {
+    const int64_t len = doc_lens_[doc];
+    if (is_self_attention() && row >= len) return {0, 0};  // a pad
+    switch (spec_.kind) {
+        case QueryKind::kSuffix:
+            return {0, len - num_rows(doc) + row + 1};
+        case QueryKind::kAnchors:
+            return {0, spec_.anchor_positions[spec_.anchor_ptr[doc] + row / spec_.size]};
+        case QueryKind::kFull:
+            return {0, len};
+        case QueryKind::kWindow:
+            return {std::max<int64_t>(0, row - spec_.size + 1), row + 1};
+        case QueryKind::kCausal:
+            return {0, row + 1};
+    }
+    return {0, 0};
+}
+
+int64_t QueryModel::pairs_before(int64_t doc, int64_t x) const {
+    const int64_t len = doc_lens_[doc];
+    x = std::min(x, len);
+    switch (spec_.kind) {
+        case QueryKind::kCausal:
+            return falling_sum(len, x);
+        case QueryKind::kFull:
+            return len * x;
+        case QueryKind::kWindow:
+        case QueryKind::kSuffix:
+            return banded_pairs_before(len, spec_.size, x);
+        case QueryKind::kAnchors: {
+            const auto first = spec_.anchor_positions.begin();
+            const int64_t end = spec_.anchor_ptr[doc + 1];
+            const int64_t below =
+                std::lower_bound(first + spec_.anchor_ptr[doc], first + end, x) - first;
+            const int64_t near = anchor_sums_[below] - anchor_sums_[spec_.anchor_ptr[doc]];
+            return spec_.size * (near + (end - below) * x);
+        }
+    }
+    return 0;
+}
+
+int64_t QueryModel::pairs_in(int64_t doc, Range keys) const {
+    return pairs_before(doc, keys.end) - pairs_before(doc, keys.begin);
+}
+
+Range QueryModel::rows_seeing(int64_t doc, Range keys) const {
+    const int64_t len = doc_lens_[doc];
+    keys.end = std::min(keys.end, len);
+    if (keys.empty() || num_rows(doc) == 0) return {0, 0};
+    switch (spec_.kind) {
+        case QueryKind::kCausal:
+            return {keys.begin, len};
+        case QueryKind::kFull:
+            return {0, len};
+        case QueryKind::kWindow:
+            return {keys.begin, std::min(len, keys.end - 1 + spec_.size)};
+        case QueryKind::kSuffix: {
+            const int64_t first_position = len - num_rows(doc);
+            return {std::max<int64_t>(0, keys.begin - first_position), num_rows(doc)};
+        }
+        case QueryKind::kAnchors: {
+            const auto begin = spec_.anchor_positions.begin() + spec_.anchor_ptr[doc];
+            const auto end = spec_.anchor_positions.begin() + spec_.anchor_ptr[doc + 1];
+            const int64_t first = std::upper_bound(begin, end, keys.begin) - begin;
+            return {first * spec_.size, num_rows(doc)};
+        }
+    }
+    return {0, 0};
+}
+
+}  // namespace splitkv::planner

@@ -1,0 +1,14 @@
+"""From a plan to what one rank holds, sends, receives and sees."""
+
+from megatron_splitkv.layout.layout import ExchangeStage, KeyIntervals, ShardLayout, build_layout
+from megatron_splitkv.layout.shard import shard_rows, token_index, unshard_rows
+
+__all__ = [
+    "ExchangeStage",
+    "KeyIntervals",
+    "ShardLayout",
+    "build_layout",
+    "shard_rows",
+    "token_index",
+    "unshard_rows",
+]

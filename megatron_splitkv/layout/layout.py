@@ -1,0 +1,214 @@
+"""`ShardLayout`: what one rank holds, sends, receives and sees, for one attention call."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_splitkv.layout.shard import expand_ranges, token_index
+from megatron_splitkv.plan import Anchors, Plan, Queries, RowExchange, plan_exchange
+from megatron_splitkv.plan.plan import Int64Array
+
+# One stage of all ranks is an all_gather when this share of its rows would travel anyway.
+ALL_GATHER_DENSITY = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeyIntervals:
+    """The mask of one partial attention: row i sees local KV rows `[begin[i], end[i])`.
+
+    Attributes:
+        begin, end: `[R]` int32; a row with `begin >= end` sees nothing.
+    """
+
+    begin: Tensor
+    end: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExchangeStage:
+    """One exchange of query rows with some of the other ranks.
+
+    Rows travel grouped by peer in rank order, and inside a peer in stream order, on both ends.
+
+    Attributes:
+        send_rows: `[S]` int64, local query row of each row sent.
+        send_counts, recv_counts: rows sent to and received from each rank, `[cp_size]`.
+        is_all_gather: every rank sends all its rows to every other one, equally many.
+        intervals: keys that the `R` received rows see here.
+        return_ptr, return_slots: CSR over local query rows, int32 `[rows + 1]` and `[S]`: which
+            of the S returned partials belong to each row, in rank order.
+    """
+
+    send_rows: Tensor
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    is_all_gather: bool
+    intervals: KeyIntervals
+    return_ptr: Tensor
+    return_slots: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardLayout:
+    """Everything one rank needs to run one attention call; made once, used by all layers.
+
+    Attributes:
+        fingerprint: of the plan.
+        cp_size, cp_rank: the place in the group.
+        kv_index: `[num_kv_rows]` int64, pack index of each local token, ascending.
+        positions: `[num_kv_rows]` int64, position of each local token in its document.
+        num_query_rows: query rows that this rank owns.
+        own: local keys that the own query rows see.
+        block: context attention with anchors: rows of the own-block keys that each own query row
+            sees, else None.
+        padding: `[num_kv_rows]` bool, True at pads; None when the pack has none.
+        stages: exchanges with the other ranks, nearest first.
+    """
+
+    fingerprint: str
+    cp_size: int
+    cp_rank: int
+    kv_index: Tensor
+    positions: Tensor
+    num_query_rows: int
+    own: KeyIntervals
+    block: KeyIntervals | None
+    padding: Tensor | None
+    stages: tuple[ExchangeStage, ...]
+
+    @property
+    def num_kv_rows(self) -> int:
+        """KV rows that live on this rank."""
+        return self.kv_index.numel()
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same layout with every tensor on `device`."""
+        return _to_device(self, torch.device(device))
+
+
+def _to_device[T](value: T, device: torch.device) -> T:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)  # type: ignore[return-value]
+    if isinstance(value, KeyIntervals | ExchangeStage | ShardLayout):
+        moved = {f.name: _to_device(getattr(value, f.name), device) for f in fields(value)}
+        return replace(value, **moved)
+    if isinstance(value, tuple):
+        return tuple(_to_device(item, device) for item in value)  # type: ignore[return-value]
+    return value
+
+
+def build_layout(
+    plan: Plan, cp_rank: int, *, num_stages: int = 1, queries: Queries | None = None
+) -> ShardLayout:
+    """Derives one rank's layout from the plan; pure, on the CPU, without communication.
+
+    Args:
+        plan: the placement.
+        cp_rank: rank in the context-parallel group.
+        num_stages: upper bound on the number of exchanges; `cp_size - 1` of them stream fully.
+        queries: the mask of this call where it is not the plan's own, see `plan_exchange`.
+    Raises:
+        ValueError: `cp_rank` outside the group, or `queries` with other query rows.
+    """
+    if not 0 <= cp_rank < plan.cp_size:
+        raise ValueError(f"cp_rank={cp_rank} must lie in [0, {plan.cp_size}) (the plan's cp_size)")
+    spec = queries or plan.queries
+    exchange = plan_exchange(plan, spec)
+    kv_index = token_index(plan, cp_rank)
+    doc_starts = np.concatenate([[0], np.cumsum(plan.padded_lens, dtype=np.int64)])
+    documents = np.searchsorted(doc_starts, kv_index, side="right") - 1
+    positions = kv_index - doc_starts[documents]
+    is_pad = positions >= np.asarray(plan.doc_lens, dtype=np.int64)[documents]
+    owned = expand_ranges(exchange.owned[cp_rank])
+    builder = _StageBuilder(plan, exchange, plan.model(spec).row_intervals(), kv_index, cp_rank)
+    return ShardLayout(
+        fingerprint=plan.fingerprint,
+        cp_size=plan.cp_size,
+        cp_rank=cp_rank,
+        kv_index=torch.from_numpy(kv_index),
+        positions=torch.from_numpy(positions),
+        num_query_rows=len(owned),
+        own=builder.intervals(owned),
+        block=_block_intervals(spec, len(owned)),
+        padding=torch.from_numpy(is_pad) if plan.doc_lens != plan.padded_lens else None,
+        stages=builder.stages(owned, num_stages),
+    )
+
+
+class _StageBuilder:
+    """Cuts the exchange of one rank into stages by the distance between ranks.
+
+    In the stage of distances D a rank sends to `rank - d` and receives from `rank + d` for d in D,
+    so every rank is busy in every stage.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        exchange: RowExchange,
+        row_intervals: Int64Array,
+        kv_index: Int64Array,
+        cp_rank: int,
+    ) -> None:
+        self.cp_size = plan.cp_size
+        self.cp_rank = cp_rank
+        self.exchange = exchange
+        self.row_intervals = row_intervals
+        self.kv_index = kv_index
+        self.query_rows = plan.query_rows
+
+    def intervals(self, rows: Int64Array) -> KeyIntervals:
+        """Local key ranges of query rows given by their index in the query stream."""
+        bounds = np.searchsorted(self.kv_index, self.row_intervals[rows]).astype(np.int32)
+        return KeyIntervals(
+            begin=torch.from_numpy(bounds[:, 0].copy()), end=torch.from_numpy(bounds[:, 1].copy())
+        )
+
+    def stages(self, owned: Int64Array, num_stages: int) -> tuple[ExchangeStage, ...]:
+        distances = np.arange(1, self.cp_size)
+        groups = np.array_split(distances, min(num_stages, len(distances))) if len(distances) else []
+        gathers_all = len(groups) == 1 and self._is_all_gather()
+        return tuple(self._stage(owned, set(group.tolist()), gathers_all) for group in groups)
+
+    def _is_all_gather(self) -> bool:
+        counts = self.exchange.counts
+        travelling = counts.sum() - np.trace(counts)
+        everything = (self.cp_size - 1) * sum(self.query_rows)
+        is_even = len(set(self.query_rows)) == 1
+        return is_even and travelling >= ALL_GATHER_DENSITY * everything > 0
+
+    def _rows(self, source: int, destination: int, everything: bool) -> Int64Array:
+        if everything:
+            return expand_ranges(self.exchange.owned[source])
+        return expand_ranges(self.exchange.ranges(source, destination))
+
+    def _stage(self, owned: Int64Array, group: set[int], everything: bool) -> ExchangeStage:
+        nothing = np.empty(0, dtype=np.int64)
+        sent, received = [], []
+        for peer in range(self.cp_size):
+            sends = (self.cp_rank - peer) % self.cp_size in group
+            receives = (peer - self.cp_rank) % self.cp_size in group
+            sent.append(self._rows(self.cp_rank, peer, everything) if sends else nothing)
+            received.append(self._rows(peer, self.cp_rank, everything) if receives else nothing)
+        send_rows = np.searchsorted(owned, np.concatenate(sent))
+        counts = np.bincount(send_rows, minlength=len(owned))
+        return ExchangeStage(
+            send_rows=torch.from_numpy(send_rows),
+            send_counts=tuple(len(rows) for rows in sent),
+            recv_counts=tuple(len(rows) for rows in received),
+            is_all_gather=everything,
+            intervals=self.intervals(np.concatenate(received)),
+            return_ptr=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+            return_slots=torch.from_numpy(np.argsort(send_rows, kind="stable").astype(np.int32)),
+        )
+
+
+def _block_intervals(queries: Queries, num_rows: int) -> KeyIntervals | None:
+    if not isinstance(queries, Anchors):
+        return None
+    size = queries.rows_per_anchor
+    begin = torch.arange(num_rows, dtype=torch.int32) // size * size
+    return KeyIntervals(begin=begin, end=begin + size)

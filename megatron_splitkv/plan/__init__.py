@@ -1,0 +1,28 @@
+"""Planning in plain integers: documents -> KV blocks -> costs -> placement. Never imports torch."""
+
+from megatron_splitkv.plan.exchange import RowExchange, plan_exchange
+from megatron_splitkv.plan.plan import Plan, make_plan, plan_from_json
+from megatron_splitkv.plan.queries import (
+    Anchors,
+    Causal,
+    Full,
+    Queries,
+    Suffix,
+    Window,
+    is_self_attention,
+)
+
+__all__ = [
+    "Anchors",
+    "Causal",
+    "Full",
+    "Plan",
+    "Queries",
+    "RowExchange",
+    "Suffix",
+    "Window",
+    "is_self_attention",
+    "make_plan",
+    "plan_exchange",
+    "plan_from_json",
+]

@@ -1,0 +1,64 @@
+"""Which query rows travel from which rank to which, counted from the plan alone."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+import megatron_splitkv._planner as _planner
+from megatron_splitkv.plan.plan import Int64Array, Plan
+from megatron_splitkv.plan.queries import Queries, is_self_attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowExchange:
+    """Query rows that each rank owns and needs.
+
+    Attributes:
+        owned: for each rank `[n, 2]` int64 ranges of the query stream, sorted and disjoint.
+        needed: likewise, the rows that see at least one key of the rank.
+        counts: `[cp_size, cp_size]` int64: rows that rank `s` owns and rank `r` needs.
+    """
+
+    owned: tuple[Int64Array, ...]
+    needed: tuple[Int64Array, ...]
+    counts: Int64Array
+
+    def ranges(self, source: int, destination: int) -> Int64Array:
+        """Ranges of the query stream that `source` owns and `destination` needs, `[n, 2]`."""
+        return _planner.intersect(self.owned[source], self.needed[destination])
+
+
+def plan_exchange(plan: Plan, queries: Queries | None = None) -> RowExchange:
+    """Finds the rows to exchange for one attention call over the plan's placement.
+
+    Args:
+        plan: the placement.
+        queries: the mask of this call where it differs from the plan's own spec, as in a model
+            that mixes window and full layers. It must have the plan's query rows.
+    Raises:
+        ValueError: `queries` is of context attention and is not the plan's own spec.
+    """
+    spec = queries or plan.queries
+    if spec != plan.queries and not (is_self_attention(spec) and plan.is_self_attention):
+        raise ValueError(
+            f"queries={spec} has other query rows than the plan ({plan.queries}); make a plan of "
+            "its own for it"
+        )
+    owned = tuple(_owned_rows(plan, rank) for rank in range(plan.cp_size))
+    needed = tuple(_planner.needed_rows(plan.model(spec), plan.runs, plan.cp_size))
+    counts = np.zeros((plan.cp_size, plan.cp_size), dtype=np.int64)
+    for source in range(plan.cp_size):
+        for destination in range(plan.cp_size):
+            shared = _planner.intersect(owned[source], needed[destination])
+            counts[source, destination] = (shared[:, 1] - shared[:, 0]).sum()
+    return RowExchange(owned=owned, needed=needed, counts=counts)
+
+
+def _owned_rows(plan: Plan, rank: int) -> Int64Array:
+    if not plan.is_self_attention:
+        starts = (0, *accumulate(plan.query_rows))
+        return np.asarray([[starts[rank], starts[rank + 1]]], dtype=np.int64)
+    runs = plan.runs[plan.runs[:, 0] == rank]
+    doc_starts = np.concatenate([[0], np.cumsum(plan.padded_lens, dtype=np.int64)])
+    return np.stack([doc_starts[runs[:, 1]] + runs[:, 2], doc_starts[runs[:, 1]] + runs[:, 3]], 1)

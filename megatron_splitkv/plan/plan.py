@@ -1,0 +1,269 @@
+"""`make_plan`: documents in, the placement of every KV token and query row out."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+import megatron_splitkv._planner as _planner
+from megatron_splitkv.plan.queries import (
+    Anchors,
+    Causal,
+    Full,
+    Queries,
+    Suffix,
+    Window,
+    build_model,
+    is_self_attention,
+    rows_per_unit,
+)
+
+Int64Array = npt.NDArray[np.int64]
+
+BLOCKS_PER_RANK = 16  # enough for LPT to balance one causal document to well under 1 %
+MAX_AUTO_BLOCK = 512  # longer blocks gain no kernel speed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """Where each KV token and each query row of a pack of documents lives.
+
+    A plan is a pure function of its inputs: every rank and every pipeline stage computes the same
+    one without talking. Plans compare by fingerprint.
+
+    Attributes:
+        cp_size: ranks of the context-parallel group.
+        block_size: KV tokens of one planner block.
+        doc_lens: true document lengths in stream order, tokens.
+        padded_lens: document lengths with their pads; equal to `doc_lens` without padding.
+        queries: the query spec that the costs were counted for.
+        runs: `[num_runs, 4]` int64, read-only: rank, document, begin, end (positions in the
+            document, half open), ordered by rank, document, begin.
+        query_rows: query rows of each rank. In self-attention the rows are the rank's own tokens;
+            in context attention rank r owns the next `query_rows[r]` rows of the query stream.
+        costs: visible query-key pairs whose key is on the rank, for each rank.
+    """
+
+    cp_size: int
+    block_size: int
+    doc_lens: tuple[int, ...]
+    padded_lens: tuple[int, ...]
+    queries: Queries
+    runs: Int64Array
+    query_rows: tuple[int, ...]
+    costs: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """KV tokens of the pack, pads included."""
+        return sum(self.padded_lens)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """KV tokens of each rank, pads included."""
+        return _tokens_per_rank(self.runs, self.cp_size)
+
+    @property
+    def is_self_attention(self) -> bool:
+        """Whether query rows and KV rows are the same tokens."""
+        return is_self_attention(self.queries)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that are equal exactly where the placement and the mask are equal."""
+        header = json.dumps([self.cp_size, _describe(self.queries), self.query_rows])
+        digest = hashlib.blake2b(header.encode(), digest_size=8)
+        for values in (self.doc_lens, self.padded_lens):
+            digest.update(np.asarray(values, dtype="<i8").tobytes())
+            digest.update(b"|")
+        digest.update(self.runs.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def model(self, queries: Queries | None = None) -> _planner.QueryModel:
+        """The closed forms of `queries` (default: the plan's own spec) over these documents."""
+        return build_model(queries or self.queries, self.doc_lens, self.padded_lens)
+
+    def repeated(self, times: int) -> "Plan":
+        """The plan of `times` copies of this pack laid end to end, each placed alike."""
+        num_docs = len(self.doc_lens)
+        copies = np.concatenate([self.runs + [0, copy * num_docs, 0, 0] for copy in range(times)])
+        return Plan(
+            cp_size=self.cp_size,
+            block_size=self.block_size,
+            doc_lens=self.doc_lens * times,
+            padded_lens=self.padded_lens * times,
+            queries=self.queries,
+            runs=_read_only(copies[np.lexsort(copies.T[2::-1])]),
+            query_rows=tuple(rows * times for rows in self.query_rows),
+            costs=tuple(cost * times for cost in self.costs),
+        )
+
+    def to_json(self) -> str:
+        """One JSON object that `plan_from_json` reads back."""
+        return json.dumps(
+            {
+                "cp_size": self.cp_size,
+                "block_size": self.block_size,
+                "doc_lens": self.doc_lens,
+                "padded_lens": self.padded_lens,
+                "queries": _describe(self.queries),
+                "runs": self.runs.tolist(),
+                "query_rows": self.query_rows,
+                "costs": self.costs,
+                "fingerprint": self.fingerprint,
+            }
+        )
+
+
+def make_plan(
+    doc_lens: Sequence[int],
+    cp_size: int,
+    *,
+    queries: Queries | None = None,
+    block_size: int | None = None,
+    padded_lens: Sequence[int] | None = None,
+    query_rows: Sequence[int] | None = None,
+    tolerance: float = 0.01,
+) -> Plan:
+    """Places KV blocks on ranks by cost, longest processing time first, with equal token counts.
+
+    Args:
+        doc_lens: document lengths in stream order, tokens; zero is allowed.
+        cp_size: ranks to place the tokens on. Each gets `T // cp_size` tokens, the first
+            `T % cp_size` ranks one more.
+        queries: query spec, by default `Causal()`.
+        block_size: KV tokens of a block; None takes the largest power of two up to 512 that
+            leaves each rank at least 16 blocks.
+        padded_lens: document lengths with pads, by default `doc_lens`. Pads sit at a document's
+            tail, see nothing and are seen by nobody, and are placed like any token.
+        query_rows: context attention only: query rows that each rank owns, in stream order. By
+            default an even split. A block of an anchor stays on one rank.
+        tolerance: accepted cost imbalance, max/mean - 1. Documents stay whole on one rank where
+            the balance allows.
+    Raises:
+        ValueError: negative lengths, cp_size or block_size below 1, anchors out of order, or
+            query_rows that do not cover the query stream.
+    Source: longest-processing-time-first, Graham 1969; keyed on the KV side because keys stay.
+    """
+    if cp_size < 1:
+        raise ValueError(f"cp_size={cp_size} must be at least 1")
+    lens = tuple(int(length) for length in doc_lens)
+    padded = lens if padded_lens is None else tuple(int(length) for length in padded_lens)
+    spec = queries or Causal()
+    model = build_model(spec, lens, padded)
+    size = _auto_block_size(model.num_tokens, cp_size) if block_size is None else block_size
+    runs = _read_only(_planner.assign_blocks(model, cp_size, size, tolerance))
+    return Plan(
+        cp_size=cp_size,
+        block_size=size,
+        doc_lens=lens,
+        padded_lens=padded,
+        queries=spec,
+        runs=runs,
+        query_rows=(
+            _tokens_per_rank(runs, cp_size, query_rows)
+            if is_self_attention(spec)
+            else _split_query_rows(spec, model.num_rows, cp_size, query_rows)
+        ),
+        costs=tuple(_planner.rank_costs(model, runs, cp_size)),
+    )
+
+
+def plan_from_json(text: str) -> Plan:
+    """Reads what `Plan.to_json` wrote.
+
+    Raises:
+        ValueError: the fingerprint does not match the contents.
+    """
+    data = json.loads(text)
+    plan = Plan(
+        cp_size=data["cp_size"],
+        block_size=data["block_size"],
+        doc_lens=tuple(data["doc_lens"]),
+        padded_lens=tuple(data["padded_lens"]),
+        queries=_parse(data["queries"]),
+        runs=_read_only(np.asarray(data["runs"], dtype=np.int64).reshape(-1, 4)),
+        query_rows=tuple(data["query_rows"]),
+        costs=tuple(data["costs"]),
+    )
+    if plan.fingerprint != data["fingerprint"]:
+        raise ValueError(
+            f"plan fingerprint={data['fingerprint']} does not match its contents "
+            f"({plan.fingerprint}); the file was edited or cut short, make the plan again"
+        )
+    return plan
+
+
+def _auto_block_size(num_tokens: int, cp_size: int) -> int:
+    longest = max(1, num_tokens // (cp_size * BLOCKS_PER_RANK))
+    return min(MAX_AUTO_BLOCK, 1 << (longest.bit_length() - 1))
+
+
+def _tokens_per_rank(
+    runs: Int64Array, cp_size: int, query_rows: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    if query_rows is not None:
+        raise ValueError(
+            f"query_rows={list(query_rows)} is for context attention; in self-attention the "
+            "query rows of a rank are its own tokens, leave it out"
+        )
+    counts = np.zeros(cp_size, dtype=np.int64)
+    np.add.at(counts, runs[:, 0], runs[:, 3] - runs[:, 2])
+    return tuple(counts.tolist())
+
+
+def _split_query_rows(
+    queries: Queries, num_rows: int, cp_size: int, query_rows: Sequence[int] | None
+) -> tuple[int, ...]:
+    unit = rows_per_unit(queries)
+    if query_rows is None:
+        ends = [num_rows // unit * (rank + 1) // cp_size * unit for rank in range(cp_size)]
+        return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
+    rows = tuple(int(count) for count in query_rows)
+    if len(rows) != cp_size or sum(rows) != num_rows or min(rows) < 0:
+        raise ValueError(
+            f"query_rows={list(rows)} must be {cp_size} counts (one for each rank) that sum "
+            f"to the {num_rows} rows of the query stream"
+        )
+    if any(count % unit for count in rows):
+        raise ValueError(
+            f"query_rows={list(rows)} must be multiples of rows_per_anchor={unit}, because the "
+            "keys of an anchor's block live where its query rows are"
+        )
+    return rows
+
+
+def _read_only(array: Int64Array) -> Int64Array:
+    array.flags.writeable = False
+    return array
+
+
+def _describe(queries: Queries) -> dict[str, object]:
+    fields = {name: getattr(queries, name) for name in queries.__dataclass_fields__}
+    return {"kind": type(queries).__name__.lower(), **fields}
+
+
+def _parse(data: dict[str, object]) -> Queries:
+    match data:
+        case {"kind": "causal"}:
+            return Causal()
+        case {"kind": "full"}:
+            return Full()
+        case {"kind": "window", "size": int(size)}:
+            return Window(size)
+        case {"kind": "suffix", "num_rows": int(rows)}:
+            return Suffix(rows)
+        case {"kind": "anchors", "positions": list(positions), "rows_per_anchor": int(rows)}:
+            return Anchors(tuple(tuple(anchors) for anchors in positions), rows)
+        case _:
+            raise ValueError(f"queries={data} is no query spec that this version knows")
+

@@ -1,0 +1,111 @@
+"""Query specs: which query rows there are, and which keys each of them sees.
+
+A spec is either of *self-attention* (every token is a query row and a KV row) or of *context
+attention* (the query rows are a stream of their own that attends to the documents' keys).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import megatron_splitkv._planner as _planner
+
+
+@dataclass(frozen=True, slots=True)
+class Causal:
+    """Self-attention: position p sees `[0, p + 1)` of its document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Self-attention: position p sees `[p - size + 1, p + 1)`, the last `size` keys.
+
+    Attributes:
+        size: keys a row sees, itself included. Megatron's `window_size=(w, 0)` is `size=w + 1`.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"window size={self.size} must be at least 1 key (the row itself)")
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Self-attention: every position sees its whole document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suffix:
+    """Context attention: the last `num_rows` positions of each document, each causally.
+
+    Chunked long-context training: a chunk of queries against all keys before it. A document
+    shorter than `num_rows` has one row a token.
+    """
+
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1:
+            raise ValueError(f"suffix num_rows={self.num_rows} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Anchors:
+    """Context attention: blocks of rows, each block sees its document up to its anchor.
+
+    Block-diffusion drafter training. The block's own keys are not part of the context: they are
+    computed where the block's query rows are, as one more partial.
+
+    Attributes:
+        positions: for each document its anchors, ascending; a row sees keys `[0, anchor)`, so an
+            anchor at 0 sees no context.
+        rows_per_anchor: query rows of one anchor's block.
+    """
+
+    positions: tuple[tuple[int, ...], ...]
+    rows_per_anchor: int
+
+    def __post_init__(self) -> None:
+        if self.rows_per_anchor < 1:
+            raise ValueError(f"rows_per_anchor={self.rows_per_anchor} must be at least 1")
+
+
+SelfQueries = Causal | Window | Full
+ContextQueries = Suffix | Anchors
+Queries = SelfQueries | ContextQueries
+
+
+def is_self_attention(queries: Queries) -> bool:
+    """Whether query rows and KV rows are the same tokens."""
+    return isinstance(queries, Causal | Window | Full)
+
+
+def rows_per_unit(queries: Queries) -> int:
+    """Query rows that must stay on one rank together: an anchor's block, else a single row."""
+    return queries.rows_per_anchor if isinstance(queries, Anchors) else 1
+
+
+def build_model(
+    queries: Queries, doc_lens: Sequence[int], padded_lens: Sequence[int]
+) -> _planner.QueryModel:
+    """Binds a spec to documents: the native object that knows every closed form.
+
+    Raises:
+        ValueError: negative lengths, a padded length below the length, or anchors that do not
+            ascend inside their document.
+    """
+    name = type(queries).__name__.lower()
+    match queries:
+        case Window(size=size):
+            return _planner.QueryModel(doc_lens, padded_lens, name, size)
+        case Suffix(num_rows=size):
+            return _planner.QueryModel(doc_lens, padded_lens, name, size)
+        case Anchors(positions=positions, rows_per_anchor=size):
+            pointers = [0]
+            for anchors in positions:
+                pointers.append(pointers[-1] + len(anchors))
+            flat = [anchor for anchors in positions for anchor in anchors]
+            return _planner.QueryModel(doc_lens, padded_lens, name, size, pointers, flat)
+        case _:
+            return _planner.QueryModel(doc_lens, padded_lens, name)
