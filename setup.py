@@ -29,8 +29,8 @@ def find_tool(name: str) -> str:
 class CMakeBuild(build_ext):
     """A `build_ext` in which each extension is a CMake target of the same name.
 
-    In-place builds (`build_ext --inplace`, `pip install -e .`) share the folder `build/inplace`, are
-    incremental and treat warnings as errors. Wheel builds have a folder of their own, so that
+    In-place builds (`build_ext --inplace`, `pip install -e .`) share the folder `build/inplace`,
+    are incremental and treat warnings as errors. Wheel builds have a folder of their own, so that
     the throw-away tools of pip's build isolation never disturb the developer's build.
     """
 

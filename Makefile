@@ -1,0 +1,77 @@
+# Two commands, each enough on a bare machine with gcc, make and a Python >= 3.12:
+#   make example    train a small long-context model with split-KV attention
+#   make test       everything CI runs
+# Others: build (in place, incremental), lint, format, clean.
+# Variables: PYTHON=/path/to/python3.12   PYTEST_ARGS="tests/plan -k blocks"
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := test
+.ONESHELL:
+.NOTPARALLEL:
+MAKEFLAGS += --no-print-directory
+
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# Several processes share few cores in the tests: two threads each, and none spins while it waits.
+export OMP_NUM_THREADS ?= 2
+export OMP_WAIT_POLICY ?= passive
+PYTEST_ARGS ?=
+PYTEST_LIMIT_S ?= 1200
+
+CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CUDA_SOURCES := $(shell find csrc -name '*.cu')
+CUDA_OBJECTS := $(CUDA_SOURCES:%.cu=build/cuda/%.o)
+CUDA_ARCH ?= sm_90a
+INSTALLED := .venv/installed
+
+.PHONY: example test build venv lint format cuda clean
+
+example: build
+	bash examples/long_context_gpt.sh
+
+test: build lint cuda
+	timeout --kill-after=30 $(PYTEST_LIMIT_S) python -m pytest $(PYTEST_ARGS)
+
+venv:
+	tools/make_venv.sh
+
+# The editable install puts the package on the path once; after it only the native modules change.
+build: venv
+	python setup.py --quiet build_ext --inplace
+	if [[ ! -f $(INSTALLED) || pyproject.toml -nt $(INSTALLED) ]]; then
+	    pip install --quiet --no-input --no-deps --no-build-isolation --editable .
+	    touch $(INSTALLED)
+	fi
+
+lint: venv
+	ruff format --check .
+	ruff check .
+	pyright
+	clang-format --dry-run -Werror $(CPP_FILES)
+	python tools/check_files.py
+
+format: venv
+	ruff format .
+	ruff check --fix .
+	clang-format -i $(CPP_FILES)
+
+# Compiles the CUDA sources where nvcc is, with or without a GPU.
+ifeq ($(CUDA_SOURCES),)
+cuda:
+	@echo "cuda: no CUDA sources"
+else ifeq ($(shell command -v nvcc),)
+cuda:
+	@echo "cuda: NOT CHECKED, there is no nvcc on this machine"
+else
+cuda: $(CUDA_OBJECTS)
+endif
+
+build/cuda/%.o: %.cu
+	mkdir -p $(@D)
+	nvcc -std=c++17 -O3 -arch=$(CUDA_ARCH) -Icsrc -Xptxas -v -MMD -MP -c $< -o $@
+
+-include $(CUDA_OBJECTS:.o=.d)
+
+clean:
+	rm -rf build megatron_splitkv/*.so *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
