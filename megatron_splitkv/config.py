@@ -51,7 +51,7 @@ class SplitKVConfig:
         _check_choice("partial_dtype", self.partial_dtype, PARTIAL_DTYPES)
         if not 0.0 <= self.balance_tolerance <= 1.0:
             raise ValueError(
-                f"balance_tolerance={self.balance_tolerance} must lie in [0, 1]; 0.01 is one percent"
+                f"balance_tolerance={self.balance_tolerance} must lie in [0, 1]; 0.01 is 1 %"
             )
         _check_choice("check_plan", self.check_plan, ("first", "always"))
         _check_choice("mtp_normalization", self.mtp_normalization, ("global", "megatron"))

@@ -17,7 +17,7 @@ template <typename... Parts>
 }  // namespace splitkv
 
 // SPLITKV_CHECK(condition, parts...): the parts are joined to the message.
-#define SPLITKV_CHECK(condition, ...)                      \
-    do {                                                   \
+#define SPLITKV_CHECK(condition, ...)                          \
+    do {                                                       \
         if (!(condition)) splitkv::throw_invalid(__VA_ARGS__); \
     } while (0)

@@ -15,7 +15,7 @@ struct Item {
     int64_t doc;
     int64_t begin;
     int64_t end;
-    int64_t tokens() const { return end - begin; }
+    bool is_whole;
 };
 
 struct RankState {
@@ -27,7 +27,8 @@ struct RankState {
     }
 };
 
-// Documents of at most `whole_tokens` become one item, longer ones are cut into blocks.
+// Documents of at most `whole_tokens` become one item, longer ones are cut into blocks. Whole
+// documents come first, because the small blocks level whatever loads and gaps they leave.
 std::vector<Item> make_items(const QueryModel& model, int64_t block_size, int64_t whole_tokens) {
     std::vector<Item> items;
     for (int64_t doc = 0; doc < model.num_docs(); ++doc) {
@@ -35,17 +36,18 @@ std::vector<Item> make_items(const QueryModel& model, int64_t block_size, int64_
         const int64_t step = length <= whole_tokens ? length : block_size;
         for (int64_t begin = 0; begin < length; begin += step) {
             const int64_t end = std::min(begin + step, length);
-            items.push_back({model.pairs_in(doc, {begin, end}), doc, begin, end});
+            items.push_back({model.pairs_in(doc, {begin, end}), doc, begin, end, step == length});
         }
     }
-    std::stable_sort(items.begin(), items.end(),
-                     [](const Item& a, const Item& b) { return a.cost > b.cost; });
+    std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+        return std::tie(b.is_whole, b.cost) < std::tie(a.is_whole, a.cost);
+    });
     return items;
 }
 
 // Ranks by load. A rank leaves for good when its token cap is reached.
 class RankHeap {
-public:
+  public:
     RankHeap(int64_t num_tokens, int64_t cp_size) {
         for (int64_t rank = 0; rank < cp_size; ++rank) {
             push({0, rank, num_tokens / cp_size + (rank < num_tokens % cp_size ? 1 : 0)});
@@ -75,7 +77,7 @@ public:
         if (state.free_tokens > 0) heap_.push(state);
     }
 
-private:
+  private:
     std::priority_queue<RankState, std::vector<RankState>, std::greater<RankState>> heap_;
 };
 

@@ -94,9 +94,9 @@ PYBIND11_MODULE(_planner, m) {
         .def(py::init([](std::vector<int64_t> doc_lens, std::vector<int64_t> padded_lens,
                          const std::string& kind, int64_t size, std::vector<int64_t> anchor_ptr,
                          std::vector<int64_t> anchor_positions) {
-                 return QueryModel(std::move(doc_lens), std::move(padded_lens),
-                                   {parse_kind(kind), size, std::move(anchor_ptr),
-                                    std::move(anchor_positions)});
+                 return QueryModel(
+                     std::move(doc_lens), std::move(padded_lens),
+                     {parse_kind(kind), size, std::move(anchor_ptr), std::move(anchor_positions)});
              }),
              py::arg("doc_lens"), py::arg("padded_lens"), py::arg("kind"), py::arg("size") = 0,
              py::arg("anchor_ptr") = std::vector<int64_t>(),
@@ -110,18 +110,20 @@ PYBIND11_MODULE(_planner, m) {
         });
     m.def("assign_blocks", &assign, py::arg("model"), py::arg("cp_size"), py::arg("block_size"),
           py::arg("tolerance"));
-    m.def("rank_costs",
-          [](const QueryModel& model, const Int64Array& runs, int64_t cp_size) {
-              return rank_costs(model, to_structs<Run>(runs, "runs"), cp_size);
-          },
-          py::arg("model"), py::arg("runs"), py::arg("cp_size"));
+    m.def(
+        "rank_costs",
+        [](const QueryModel& model, const Int64Array& runs, int64_t cp_size) {
+            return rank_costs(model, to_structs<Run>(runs, "runs"), cp_size);
+        },
+        py::arg("model"), py::arg("runs"), py::arg("cp_size"));
     m.def("needed_rows", &needed, py::arg("model"), py::arg("runs"), py::arg("cp_size"));
-    m.def("intersect",
-          [](const Int64Array& a, const Int64Array& b) {
-              return to_array(
-                  intersect(to_structs<Range>(a, "ranges"), to_structs<Range>(b, "ranges")));
-          },
-          py::arg("a"), py::arg("b"));
+    m.def(
+        "intersect",
+        [](const Int64Array& a, const Int64Array& b) {
+            return to_array(
+                intersect(to_structs<Range>(a, "ranges"), to_structs<Range>(b, "ranges")));
+        },
+        py::arg("a"), py::arg("b"));
 }
 
 }  // namespace splitkv::planner

@@ -21,14 +21,15 @@ struct Range {
 
 struct QuerySpec {
     QueryKind kind;
-    int64_t size;                           // window: keys a row sees; suffix: rows; anchors: rows an anchor
+    int64_t size;  // window: keys a row sees; suffix: rows; anchors: rows an anchor
     std::vector<int64_t> anchor_ptr;        // anchors only: CSR over documents, [num_docs + 1]
     std::vector<int64_t> anchor_positions;  // anchors only: ascending inside a document
 };
 
-// All methods are exact in int64. Ranges are inside one document, counted from its first row or key.
+// All methods are exact in int64. Ranges are inside one document, counted from its first row or
+// key.
 class QueryModel {
-public:
+  public:
     QueryModel(std::vector<int64_t> doc_lens, std::vector<int64_t> padded_lens, QuerySpec spec);
 
     int64_t num_docs() const { return static_cast<int64_t>(doc_lens_.size()); }
@@ -50,7 +51,7 @@ public:
     // Query rows of `doc` that see at least one key of `keys` (one range, for every spec).
     Range rows_seeing(int64_t doc, Range keys) const;
 
-private:
+  private:
     int64_t count_rows(int64_t doc) const;
 
     std::vector<int64_t> doc_lens_;     // [num_docs]

@@ -11,9 +11,6 @@ from megatron_splitkv.layout.shard import expand_ranges, token_index
 from megatron_splitkv.plan import Anchors, Plan, Queries, RowExchange, plan_exchange
 from megatron_splitkv.plan.plan import Int64Array
 
-# One stage of all ranks is an all_gather when this share of its rows would travel anyway.
-ALL_GATHER_DENSITY = 0.95
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeyIntervals:
@@ -64,7 +61,8 @@ class ShardLayout:
         own: local keys that the own query rows see.
         block: context attention with anchors: rows of the own-block keys that each own query row
             sees, else None.
-        padding: `[num_kv_rows]` bool, True at pads; None when the pack has none.
+        kv_padding: `[num_kv_rows]` bool, True at pads; None when the pack has none.
+        query_padding: likewise for the own query rows, `[num_query_rows]`.
         stages: exchanges with the other ranks, nearest first.
     """
 
@@ -76,7 +74,8 @@ class ShardLayout:
     num_query_rows: int
     own: KeyIntervals
     block: KeyIntervals | None
-    padding: Tensor | None
+    kv_padding: Tensor | None
+    query_padding: Tensor | None
     stages: tuple[ExchangeStage, ...]
 
     @property
@@ -122,6 +121,7 @@ def build_layout(
     documents = np.searchsorted(doc_starts, kv_index, side="right") - 1
     positions = kv_index - doc_starts[documents]
     is_pad = positions >= np.asarray(plan.doc_lens, dtype=np.int64)[documents]
+    padding = torch.from_numpy(is_pad) if plan.doc_lens != plan.padded_lens else None
     owned = expand_ranges(exchange.owned[cp_rank])
     builder = _StageBuilder(plan, exchange, plan.model(spec).row_intervals(), kv_index, cp_rank)
     return ShardLayout(
@@ -133,7 +133,8 @@ def build_layout(
         num_query_rows=len(owned),
         own=builder.intervals(owned),
         block=_block_intervals(spec, len(owned)),
-        padding=torch.from_numpy(is_pad) if plan.doc_lens != plan.padded_lens else None,
+        kv_padding=padding,
+        query_padding=padding if plan.is_self_attention else None,
         stages=builder.stages(owned, num_stages),
     )
 
@@ -158,7 +159,6 @@ class _StageBuilder:
         self.exchange = exchange
         self.row_intervals = row_intervals
         self.kv_index = kv_index
-        self.query_rows = plan.query_rows
 
     def intervals(self, rows: Int64Array) -> KeyIntervals:
         """Local key ranges of query rows given by their index in the query stream."""
@@ -169,16 +169,11 @@ class _StageBuilder:
 
     def stages(self, owned: Int64Array, num_stages: int) -> tuple[ExchangeStage, ...]:
         distances = np.arange(1, self.cp_size)
-        groups = np.array_split(distances, min(num_stages, len(distances))) if len(distances) else []
-        gathers_all = len(groups) == 1 and self._is_all_gather()
+        groups = (
+            np.array_split(distances, min(num_stages, len(distances))) if len(distances) else []
+        )
+        gathers_all = self.exchange.is_all_gather(num_stages)
         return tuple(self._stage(owned, set(group.tolist()), gathers_all) for group in groups)
-
-    def _is_all_gather(self) -> bool:
-        counts = self.exchange.counts
-        travelling = counts.sum() - np.trace(counts)
-        everything = (self.cp_size - 1) * sum(self.query_rows)
-        is_even = len(set(self.query_rows)) == 1
-        return is_even and travelling >= ALL_GATHER_DENSITY * everything > 0
 
     def _rows(self, source: int, destination: int, everything: bool) -> Int64Array:
         if everything:

@@ -9,6 +9,9 @@ import megatron_splitkv._planner as _planner
 from megatron_splitkv.plan.plan import Int64Array, Plan
 from megatron_splitkv.plan.queries import Queries, is_self_attention
 
+# A single stage becomes one all_gather when this share of all rows would travel anyway.
+ALL_GATHER_DENSITY = 0.95
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowExchange:
@@ -27,6 +30,30 @@ class RowExchange:
     def ranges(self, source: int, destination: int) -> Int64Array:
         """Ranges of the query stream that `source` owns and `destination` needs, `[n, 2]`."""
         return _planner.intersect(self.owned[source], self.needed[destination])
+
+    def is_all_gather(self, num_stages: int) -> bool:
+        """Whether the exchange is one all_gather: one stage, and nearly all rows travel anyway."""
+        cp_size = len(self.owned)
+        own_rows = {int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in self.owned}
+        everything = (cp_size - 1) * cp_size * max(own_rows)
+        is_even = len(own_rows) == 1
+        return (
+            min(num_stages, cp_size - 1) == 1
+            and is_even
+            and self.travelling().sum() >= ALL_GATHER_DENSITY * everything > 0
+        )
+
+    def travelling(self, num_stages: int | None = None) -> Int64Array:
+        """Rows that each rank sends to each other one, `[cp_size, cp_size]`, zero on the diagonal.
+
+        Args:
+            num_stages: as in the configuration; None counts the rows that are needed.
+        """
+        counts = self.counts.copy()
+        if num_stages is not None and self.is_all_gather(num_stages):
+            counts[:] = (self.owned[0][:, 1] - self.owned[0][:, 0]).sum()
+        np.fill_diagonal(counts, 0)
+        return counts
 
 
 def plan_exchange(plan: Plan, queries: Queries | None = None) -> RowExchange:

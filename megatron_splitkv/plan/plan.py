@@ -94,8 +94,8 @@ class Plan:
 
     def repeated(self, times: int) -> "Plan":
         """The plan of `times` copies of this pack laid end to end, each placed alike."""
-        num_docs = len(self.doc_lens)
-        copies = np.concatenate([self.runs + [0, copy * num_docs, 0, 0] for copy in range(times)])
+        doc_step = np.asarray([0, len(self.doc_lens), 0, 0], dtype=np.int64)
+        copies = np.concatenate([self.runs + copy * doc_step for copy in range(times)])
         return Plan(
             cp_size=self.cp_size,
             block_size=self.block_size,
@@ -266,4 +266,3 @@ def _parse(data: dict[str, object]) -> Queries:
             return Anchors(tuple(tuple(anchors) for anchors in positions), rows)
         case _:
             raise ValueError(f"queries={data} is no query spec that this version knows")
-

@@ -1,0 +1,157 @@
+"""What a plan costs: loads, tokens and bytes, in numbers and as a table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from megatron_splitkv.config import WIRE_ALIGNMENT_BYTES, SplitKVConfig
+from megatron_splitkv.plan.exchange import plan_exchange
+from megatron_splitkv.plan.plan import Plan
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What a travelling row weighs.
+
+    Attributes:
+        num_heads_q: query heads on one rank (after tensor parallelism).
+        head_dim_qk, head_dim_v: elements of a query head and of an output head.
+        dtype: "fp32", "bf16" or "fp16", the dtype of q.
+    """
+
+    num_heads_q: int
+    head_dim_qk: int
+    head_dim_v: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype={self.dtype!r} is unknown; use {', '.join(DTYPE_BYTES)}")
+        if min(self.num_heads_q, self.head_dim_qk, self.head_dim_v) < 1:
+            raise ValueError(f"heads and head dims must be at least 1, got {self}")
+
+    def forward_bytes(self, config: SplitKVConfig) -> tuple[int, int]:
+        """Bytes of one row out (q) and back (partial out, lse)."""
+        partial = DTYPE_BYTES[config.partial_dtype]
+        out = _padded(self.num_heads_q * self.head_dim_qk * DTYPE_BYTES[self.dtype])
+        back = _padded(self.num_heads_q * self.head_dim_v * partial) + _padded(4 * self.num_heads_q)
+        return out, back
+
+    def backward_bytes(self, config: SplitKVConfig) -> tuple[int, int]:
+        """Bytes of one row out (dout, lse, delta, and q unless kept) and back (dq)."""
+        element, partial = DTYPE_BYTES[self.dtype], DTYPE_BYTES[config.partial_dtype]
+        out = _padded(self.num_heads_q * self.head_dim_v * element)
+        out += 2 * _padded(4 * self.num_heads_q)
+        if not config.keep_queries:
+            out += _padded(self.num_heads_q * self.head_dim_qk * element)
+        return out, _padded(self.num_heads_q * self.head_dim_qk * partial)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """Figures of a plan for one attention layer.
+
+    Attributes:
+        fingerprint: of the plan.
+        cost: visible query-key pairs whose key is on the rank, for each rank.
+        tokens: KV tokens of each rank.
+        documents: documents with a token on the rank, for each rank.
+        whole_documents: documents that live on a single rank; they cost no bytes.
+        bytes_forward, bytes_backward: bytes that each rank sends in one layer.
+    """
+
+    fingerprint: str
+    cost: tuple[int, ...]
+    tokens: tuple[int, ...]
+    documents: tuple[int, ...]
+    whole_documents: int
+    bytes_forward: tuple[int, ...]
+    bytes_backward: tuple[int, ...]
+
+    @property
+    def cost_max_over_mean(self) -> float:
+        """Largest cost over the mean; 1.0 is perfect balance."""
+        return max_over_mean(self.cost)
+
+    @property
+    def tokens_max_over_mean(self) -> float:
+        """Largest token count over the mean."""
+        return max_over_mean(self.tokens)
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures as plain values; byte totals are over all ranks."""
+        per_rank = {
+            "cost": self.cost,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "bytes_forward": self.bytes_forward,
+            "bytes_backward": self.bytes_backward,
+        }
+        return {
+            "fingerprint": self.fingerprint,
+            "cost_max_over_mean": self.cost_max_over_mean,
+            "tokens_max_over_mean": self.tokens_max_over_mean,
+            "whole_documents": self.whole_documents,
+            "bytes_forward": sum(self.bytes_forward),
+            "bytes_backward": sum(self.bytes_backward),
+            "ranks": [
+                {"rank": rank, **{name: values[rank] for name, values in per_rank.items()}}
+                for rank in range(len(self.cost))
+            ],
+        }
+
+    def as_table(self) -> Table:
+        """One line for each rank, with max/mean of each column below."""
+        table = Table("rank", "cost (pairs)", "tokens", "documents", "MB fwd", "MB bwd", width=79)
+        for column in table.columns:
+            column.justify = "right"
+        columns = (
+            self.cost, self.tokens, self.documents, self.bytes_forward, self.bytes_backward,
+        )  # fmt: skip
+        for rank, (cost, tokens, documents, forward, backward) in enumerate(
+            zip(*columns, strict=True)
+        ):
+            table.add_row(
+                str(rank), f"{cost:,}", f"{tokens:,}", f"{documents:,}",
+                f"{forward / 1e6:.2f}", f"{backward / 1e6:.2f}",
+            )  # fmt: skip
+        table.add_section()
+        table.add_row("max/mean", *(f"{max_over_mean(column):.4f}" for column in columns))
+        return table
+
+
+def report_plan(plan: Plan, shape: AttentionShape, config: SplitKVConfig) -> PlanReport:
+    """Counts what a plan costs in one attention layer; exact, the bytes are those on the wire."""
+    rows = plan_exchange(plan).travelling(config.num_stages)
+    sent, answered = rows.sum(axis=1).tolist(), rows.sum(axis=0).tolist()
+
+    def sent_bytes(out: int, back: int) -> tuple[int, ...]:
+        return tuple(s * out + a * back for s, a in zip(sent, answered, strict=True))
+
+    ranks_of: dict[int, set[int]] = {}
+    for rank, doc, _, _ in plan.runs.tolist():
+        ranks_of.setdefault(doc, set()).add(rank)
+    return PlanReport(
+        fingerprint=plan.fingerprint,
+        cost=plan.costs,
+        tokens=plan.tokens,
+        documents=tuple(
+            sum(rank in ranks for ranks in ranks_of.values()) for rank in range(plan.cp_size)
+        ),
+        whole_documents=sum(len(ranks) == 1 for ranks in ranks_of.values()),
+        bytes_forward=sent_bytes(*shape.forward_bytes(config)),
+        bytes_backward=sent_bytes(*shape.backward_bytes(config)),
+    )
+
+
+def max_over_mean(values: Sequence[int]) -> float:
+    """Largest value over the mean; 1.0 where all are zero."""
+    total = sum(values)
+    return max(values) * len(values) / total if total else 1.0
+
+
+def _padded(size: int) -> int:
+    return -(-size // WIRE_ALIGNMENT_BYTES) * WIRE_ALIGNMENT_BYTES
