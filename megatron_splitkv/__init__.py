@@ -8,19 +8,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron_splitkv.config import SplitKVConfig
     from megatron_splitkv.errors import UnsupportedError
+    from megatron_splitkv.layout import ShardLayout, build_layout, shard_rows, unshard_rows
+    from megatron_splitkv.plan import Anchors, Causal, Full, Plan, Suffix, Window, make_plan
 
 __version__ = "0.1.0"
 
-__all__ = ["UnsupportedError"]
+__all__ = [
+    "Anchors",
+    "Causal",
+    "Full",
+    "Plan",
+    "ShardLayout",
+    "SplitKVConfig",
+    "Suffix",
+    "UnsupportedError",
+    "Window",
+    "build_layout",
+    "make_plan",
+    "shard_rows",
+    "unshard_rows",
+]
 
-_HOMES = {"UnsupportedError": "megatron_splitkv.errors"}
+_NAMES_OF_ROOM = {
+    "config": ("SplitKVConfig",),
+    "errors": ("UnsupportedError",),
+    "layout": ("ShardLayout", "build_layout", "shard_rows", "unshard_rows"),
+    "plan": ("Anchors", "Causal", "Full", "Plan", "Suffix", "Window", "make_plan"),
+}
+_ROOM_OF_NAME = {name: room for room, names in _NAMES_OF_ROOM.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _ROOM_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(f"{__name__}.{_ROOM_OF_NAME[name]}"), name)
     globals()[name] = value
     return value
 

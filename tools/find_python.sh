@@ -38,7 +38,7 @@ probe_python() {
         echo "${answer% *}"
         exit 0
     fi
-    tried+=("$path: $(head -n 1 <<<"$answer")")
+    tried+=("$path: $(grep -v -m 1 -E '^( |Traceback|$)' <<<"$answer")")
 }
 
 # Installations below a folder, one per line: 3.12 first, newest patch first, then later versions.
@@ -59,8 +59,9 @@ fi
 for name in python3.12 python3.13 python3; do
     probe_python "$name" "first usable on PATH"
 done
-for root in "${PYENV_ROOT:-${HOME:-/root}/.pyenv}/versions" \
-    "${UV_PYTHON_INSTALL_DIR:-${HOME:-/root}/.local/share/uv/python}"; do
+pyenv_root=${PYENV_ROOT:-~/.pyenv}
+uv_root=${UV_PYTHON_INSTALL_DIR:-~/.local/share/uv/python}
+for root in "$pyenv_root/versions" "$uv_root"; do
     while IFS= read -r folder; do
         probe_python "$folder/bin/python3" "newest usable under $root"
     done < <(versions_in "$root")
