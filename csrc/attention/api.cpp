@@ -1,0 +1,114 @@
+#include "attention/api.h"
+
+#include "common/check.h"
+#include "cpu/backend.h"
+
+namespace splitkv {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 512;
+
+void check_shape(const char* name, const Rows& tensor, int64_t rows, int64_t heads, int64_t dim) {
+    SPLITKV_CHECK(tensor.rows == rows && tensor.heads == heads && tensor.dim == dim, name,
+                  " has shape [", tensor.rows, ", ", tensor.heads, ", ", tensor.dim, "], needs [",
+                  rows, ", ", heads, ", ", dim, "]");
+}
+
+void check_float32(const char* name, const Rows& tensor) {
+    SPLITKV_CHECK(tensor.dtype == DType::kFloat32, name, " must be float32");
+}
+
+void check_inputs(const Rows& q, const Rows& k, const Rows& v) {
+    SPLITKV_CHECK(q.dim >= 1 && q.dim <= kMaxHeadDim, "q has head_dim ", q.dim, ", needs 1 to ",
+                  kMaxHeadDim);
+    SPLITKV_CHECK(v.dim >= 1 && v.dim <= kMaxHeadDim, "v has head_dim ", v.dim, ", needs 1 to ",
+                  kMaxHeadDim);
+    SPLITKV_CHECK(k.heads >= 1 && q.heads % k.heads == 0, "q has ", q.heads,
+                  " heads, needs a multiple of the ", k.heads, " heads of k");
+    check_shape("k", k, k.rows, k.heads, q.dim);
+    check_shape("v", v, k.rows, k.heads, v.dim);
+    SPLITKV_CHECK(k.dtype == q.dtype && v.dtype == q.dtype, "q, k and v differ in dtype");
+}
+
+void check_intervals(const int32_t* begin, const int32_t* end, int64_t rows, int64_t num_keys) {
+    for (int64_t row = 0; row < rows; ++row) {
+        if (begin[row] >= end[row]) continue;
+        SPLITKV_CHECK(begin[row] >= 0 && end[row] <= num_keys, "row ", row, " sees keys [",
+                      begin[row], ", ", end[row], "), needs a part of [0, ", num_keys, ")");
+    }
+}
+
+void check_launch(const Launch& launch, int64_t workspace_bytes) {
+    SPLITKV_CHECK(launch.device == Device::kCpu, "this build holds CPU kernels only");
+    SPLITKV_CHECK(launch.num_threads >= 1, "num_threads=", launch.num_threads,
+                  ", needs at least 1");
+    SPLITKV_CHECK(launch.workspace_bytes >= workspace_bytes, "workspace holds ",
+                  launch.workspace_bytes, " bytes, needs ", workspace_bytes);
+}
+
+}  // namespace
+
+int64_t forward_workspace_bytes(int64_t head_dim_qk, int64_t head_dim_v, int32_t num_threads) {
+    return cpu::forward_workspace_bytes(head_dim_qk, head_dim_v, num_threads);
+}
+
+int64_t backward_workspace_bytes(int64_t head_dim_qk, int64_t head_dim_v, int32_t num_threads) {
+    return cpu::backward_workspace_bytes(head_dim_qk, head_dim_v, num_threads);
+}
+
+void forward(const ForwardParams& params) {
+    const Rows& q = params.q;
+    check_inputs(q, params.k, params.v);
+    check_shape("out", params.out, q.rows, q.heads, params.v.dim);
+    check_shape("lse", params.lse, q.rows, q.heads, 1);
+    check_float32("lse", params.lse);
+    check_launch(params.launch,
+                 forward_workspace_bytes(q.dim, params.v.dim, params.launch.num_threads));
+    check_intervals(params.kv_begin, params.kv_end, q.rows, params.k.rows);
+    cpu::forward(params);
+}
+
+void backward(const BackwardParams& params) {
+    const Rows& q = params.q;
+    check_inputs(q, params.k, params.v);
+    check_shape("dout", params.dout, q.rows, q.heads, params.v.dim);
+    check_shape("lse", params.lse, q.rows, q.heads, 1);
+    check_shape("delta", params.delta, q.rows, q.heads, 1);
+    check_shape("dq", params.dq, q.rows, q.heads, q.dim);
+    check_shape("dk", params.dk, params.k.rows, params.k.heads, q.dim);
+    check_shape("dv", params.dv, params.k.rows, params.k.heads, params.v.dim);
+    check_float32("lse", params.lse);
+    check_float32("delta", params.delta);
+    check_float32("dq", params.dq);
+    check_float32("dk", params.dk);
+    check_float32("dv", params.dv);
+    check_launch(params.launch,
+                 backward_workspace_bytes(q.dim, params.v.dim, params.launch.num_threads));
+    check_intervals(params.kv_begin, params.kv_end, q.rows, params.k.rows);
+    cpu::backward(params);
+}
+
+void merge(const MergeParams& params) {
+    const Rows& out = params.out;
+    check_shape("lse", params.lse, out.rows, out.heads, 1);
+    check_shape("part_out", params.part_out, params.part_out.rows, out.heads, out.dim);
+    check_shape("part_lse", params.part_lse, params.part_out.rows, out.heads, 1);
+    check_float32("out", out);
+    check_float32("lse", params.lse);
+    check_float32("part_lse", params.part_lse);
+    check_launch(params.launch, 0);
+    const int32_t* ptr = params.part_ptr;
+    SPLITKV_CHECK(ptr[0] == 0 && ptr[out.rows] == params.num_slots, "part_ptr runs from ", ptr[0],
+                  " to ", ptr[out.rows], ", needs 0 to ", params.num_slots);
+    for (int64_t row = 0; row < out.rows; ++row) {
+        SPLITKV_CHECK(ptr[row] <= ptr[row + 1], "part_ptr decreases at row ", row);
+    }
+    for (int64_t i = 0; i < params.num_slots; ++i) {
+        const int32_t slot = params.part_slots[i];
+        SPLITKV_CHECK(slot >= 0 && slot < params.part_out.rows, "part_slots[", i, "]=", slot,
+                      ", needs 0 to ", params.part_out.rows - 1);
+    }
+    cpu::merge(params);
+}
+
+}  // namespace splitkv

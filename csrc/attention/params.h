@@ -1,0 +1,77 @@
+// The arguments of the three attention ops: plain pointers, sizes and strides, no torch.
+// The Python op has checked and allocated everything that these structs point to.
+#pragma once
+
+#include <cstdint>
+
+namespace splitkv {
+
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+enum class Device : int32_t { kCpu = 0, kCuda = 1 };
+
+// A tensor [rows, heads, dim] whose last dimension is contiguous.
+// Strides are in elements and 64-bit: row * row_stride may pass 2^31 (packed batches do).
+struct Rows {
+    void* data;
+    DType dtype;
+    int64_t rows;
+    int64_t heads;
+    int64_t dim;
+    int64_t row_stride;
+    int64_t head_stride;
+};
+
+// Where and with what an op runs.
+struct Launch {
+    Device device;
+    void* stream;             // cudaStream_t; nullptr on the CPU
+    void* workspace;          // scratch memory, any alignment; nullptr when workspace_bytes is 0
+    int64_t workspace_bytes;  // at least what the op's *_workspace_bytes function asked for
+    int32_t num_threads;      // CPU threads to use, at least 1
+};
+
+// out, lse = attention of each query row over its own interval of the keys.
+// Query head h reads KV head h / (q.heads / k.heads).
+struct ForwardParams {
+    Rows q;                   // [Tq, Hq, D]
+    Rows k;                   // [Tk, Hkv, D], dtype of q
+    Rows v;                   // [Tk, Hkv, Dv], dtype of q
+    const int32_t* kv_begin;  // [Tq]
+    const int32_t* kv_end;  // [Tq]; row i sees keys [kv_begin[i], kv_end[i]), none if begin >= end
+    Rows out;               // [Tq, Hq, Dv], any dtype
+    Rows lse;               // [Tq, Hq, 1], fp32, natural log; -inf for a row that sees no key
+    float softmax_scale;
+    Launch launch;
+};
+
+// Gradients of ForwardParams under the softmax of the merged result.
+struct BackwardParams {
+    Rows dout;                // [Tq, Hq, Dv], any dtype
+    Rows q;                   // [Tq, Hq, D]
+    Rows k;                   // [Tk, Hkv, D], dtype of q
+    Rows v;                   // [Tk, Hkv, Dv], dtype of q
+    Rows lse;                 // [Tq, Hq, 1], fp32, of the merged result
+    Rows delta;               // [Tq, Hq, 1], fp32, rowsum(dout * out) of the merged result
+    const int32_t* kv_begin;  // [Tq]
+    const int32_t* kv_end;    // [Tq]
+    Rows dq;                  // [Tq, Hq, D], fp32, every row is written
+    Rows dk;                  // [Tk, Hkv, D], fp32, accumulated into
+    Rows dv;                  // [Tk, Hkv, Dv], fp32, accumulated into
+    float softmax_scale;
+    Launch launch;
+};
+
+// Joins the partials of each row to the running result in out and lse, in place.
+struct MergeParams {
+    Rows out;                   // [T, H, Dv], fp32
+    Rows lse;                   // [T, H, 1], fp32
+    Rows part_out;              // [R, H, Dv], any dtype
+    Rows part_lse;              // [R, H, 1], fp32
+    const int32_t* part_ptr;    // [T + 1], row t merges part_slots[part_ptr[t] .. part_ptr[t + 1])
+    const int32_t* part_slots;  // [num_slots], rows of part_out
+    int64_t num_slots;
+    Launch launch;
+};
+
+}  // namespace splitkv

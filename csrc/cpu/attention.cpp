@@ -1,0 +1,196 @@
+// Drivers of the CPU kernels: hand out work to threads, and memory to each thread.
+// Results don't depend on the number of threads: a forward tile and a merged row have one writer
+// each, and backward tiles add to dk and dv in the order of turns.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "cpu/backend.h"
+#include "cpu/isa.h"
+#include "cpu/work_list.h"
+
+namespace splitkv::cpu {
+namespace {
+
+constexpr int64_t kAlignment = 64;  // bytes; one cache line and one AVX-512 vector
+
+// Hands out aligned arrays from a thread's memory. With base = nullptr it only counts.
+class Arena {
+  public:
+    explicit Arena(char* base) : base_(base) {}
+
+    template <typename T>
+    T* take(int64_t count) {
+        char* start = base_ == nullptr ? nullptr : base_ + used_;
+        used_ +=
+            (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
+        return reinterpret_cast<T*>(start);
+    }
+    int64_t used() const { return used_; }
+
+  private:
+    char* base_;
+    int64_t used_ = 0;
+};
+
+int64_t padded_dim(int64_t dim) { return (dim + kDimPadding - 1) / kDimPadding * kDimPadding; }
+
+// The padded width times an odd number of cache lines keeps rows apart in the cache sets.
+int64_t stride_of_dims(int64_t head_dim_qk, int64_t head_dim_v) {
+    return padded_dim(std::max(head_dim_qk, head_dim_v)) + kDimPadding;
+}
+
+TileScratch carve(Arena* arena, int64_t head_dim_qk, int64_t head_dim_v, bool is_backward) {
+    TileScratch s{};
+    s.dim_stride = stride_of_dims(head_dim_qk, head_dim_v);
+    s.rows = arena->take<float>(kRowTile * s.dim_stride);
+    s.q_t = arena->take<float>(head_dim_qk * kLaneStride);
+    s.acc_t = arena->take<float>(std::max(head_dim_qk, head_dim_v) * kLaneStride);
+    s.keys = arena->take<float>(kKeyTile * s.dim_stride);
+    s.values = arena->take<float>(kKeyTile * s.dim_stride);
+    s.probs_t = arena->take<float>(kKeyTile * kLaneStride);
+    if (is_backward) {
+        s.dout = arena->take<float>(kRowTile * s.dim_stride);
+        s.dout_t = arena->take<float>(head_dim_v * kLaneStride);
+        s.dprobs_t = arena->take<float>(kKeyTile * kLaneStride);
+        s.dkeys = arena->take<float>(kKeyTile * s.dim_stride);
+        s.dvalues = arena->take<float>(kKeyTile * s.dim_stride);
+    }
+    s.lane.begin = arena->take<int32_t>(kRowTile);
+    s.lane.end = arena->take<int32_t>(kRowTile);
+    s.lane.max = arena->take<float>(kRowTile);
+    s.lane.sum = arena->take<float>(kRowTile);
+    s.lane.factor = arena->take<float>(kRowTile);
+    s.lane.lse = arena->take<float>(kRowTile);
+    s.lane.delta = arena->take<float>(kRowTile);
+    return s;
+}
+
+int64_t bytes_per_thread(int64_t head_dim_qk, int64_t head_dim_v, bool is_backward) {
+    Arena arena(nullptr);
+    carve(&arena, head_dim_qk, head_dim_v, is_backward);
+    return arena.used();
+}
+
+char* align_up(void* memory) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(memory);
+    return reinterpret_cast<char*>((address + kAlignment - 1) / kAlignment * kAlignment);
+}
+
+int clamp_threads(int32_t num_threads, int64_t num_items) {
+    return static_cast<int>(std::clamp<int64_t>(num_items, 1, num_threads));
+}
+
+// Calls run(item, scratch) for every item, in ascending order of start, each on one thread.
+template <typename Run>
+void for_each_item(int64_t num_items, const Launch& launch, int64_t head_dim_qk, int64_t head_dim_v,
+                   bool is_backward, const Run& run) {
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> next_thread{0};
+    const int64_t stride = bytes_per_thread(head_dim_qk, head_dim_v, is_backward);
+    char* base = align_up(launch.workspace);
+#pragma omp parallel num_threads(clamp_threads(launch.num_threads, num_items))
+    {
+        Arena arena(base + next_thread.fetch_add(1) * stride);
+        const TileScratch scratch = carve(&arena, head_dim_qk, head_dim_v, is_backward);
+        for (int64_t i = next.fetch_add(1); i < num_items; i = next.fetch_add(1)) run(i, scratch);
+    }
+}
+
+int64_t workspace_bytes(int64_t head_dim_qk, int64_t head_dim_v, int32_t num_threads,
+                        bool is_backward) {
+    return bytes_per_thread(head_dim_qk, head_dim_v, is_backward) * num_threads + kAlignment;
+}
+
+float* float_at(const Rows& tensor, int64_t row, int64_t head) {
+    return static_cast<float*>(tensor.data) + row * tensor.row_stride + head * tensor.head_stride;
+}
+
+const char* bytes_at(const Rows& tensor, int64_t row, int64_t head) {
+    const int64_t element_bytes = tensor.dtype == DType::kFloat32 ? 4 : 2;
+    return static_cast<const char*>(tensor.data) +
+           (row * tensor.row_stride + head * tensor.head_stride) * element_bytes;
+}
+
+constexpr float kEmpty = -std::numeric_limits<float>::infinity();
+
+// Weights are exp(lse_p - max) / sum instead of exp(lse_p - lse): lse itself is rounded, and at
+// |lse| = 1e5 that alone would change the weights by 0.4 %.
+void merge_row_head(const MergeParams& params, const Isa& isa, int64_t row, int64_t head) {
+    float* lse = float_at(params.lse, row, head);
+    float* out = float_at(params.out, row, head);
+    const int64_t num_values = params.out.dim;
+    const int32_t* first = params.part_slots + params.part_ptr[row];
+    const int32_t* last = params.part_slots + params.part_ptr[row + 1];
+    float max = *lse;
+    for (const int32_t* slot = first; slot != last; ++slot) {
+        max = std::max(max, *float_at(params.part_lse, *slot, head));
+    }
+    if (max == kEmpty) {
+        std::fill(out, out + num_values, 0.0f);
+        return;
+    }
+    float sum = *lse == kEmpty ? 0.0f : std::exp(*lse - max);
+    for (const int32_t* slot = first; slot != last; ++slot) {
+        const float part = *float_at(params.part_lse, *slot, head);
+        if (part != kEmpty) sum += std::exp(part - max);
+    }
+    bool is_first = *lse == kEmpty;
+    if (!is_first) {
+        isa.merge_row(out, DType::kFloat32, num_values, std::exp(*lse - max) / sum, true, out);
+    }
+    for (const int32_t* slot = first; slot != last; ++slot) {
+        const float part = *float_at(params.part_lse, *slot, head);
+        if (part == kEmpty) continue;
+        isa.merge_row(bytes_at(params.part_out, *slot, head), params.part_out.dtype, num_values,
+                      std::exp(part - max) / sum, is_first, out);
+        is_first = false;
+    }
+    *lse = max + std::log(sum);
+}
+
+}  // namespace
+
+int64_t forward_workspace_bytes(int64_t head_dim_qk, int64_t head_dim_v, int32_t num_threads) {
+    return workspace_bytes(head_dim_qk, head_dim_v, num_threads, false);
+}
+
+int64_t backward_workspace_bytes(int64_t head_dim_qk, int64_t head_dim_v, int32_t num_threads) {
+    return workspace_bytes(head_dim_qk, head_dim_v, num_threads, true);
+}
+
+void forward(const ForwardParams& params) {
+    const Isa& isa = current_isa();
+    const WorkList work = build_work_list(params.q, params.k, params.kv_begin, params.kv_end);
+    for_each_item(work.num_items(), params.launch, params.q.dim, params.v.dim, false,
+                  [&](int64_t index, const TileScratch& scratch) {
+                      isa.forward_tile(params, work.item(index), scratch);
+                  });
+}
+
+void backward(const BackwardParams& params) {
+    const Isa& isa = current_isa();
+    const WorkList work = build_work_list(params.q, params.k, params.kv_begin, params.kv_end);
+    std::vector<int32_t> turns(static_cast<size_t>(work.num_key_tiles * work.kv_heads), 0);
+    for_each_item(work.num_items(), params.launch, params.q.dim, params.v.dim, true,
+                  [&](int64_t index, const TileScratch& scratch) {
+                      const RowTile tile = work.item(index);
+                      isa.backward_tile(params, tile, scratch,
+                                        turns.data() + tile.kv_head * work.num_key_tiles);
+                  });
+}
+
+void merge(const MergeParams& params) {
+    const Isa& isa = current_isa();
+    const int64_t num_rows = params.out.rows;
+#pragma omp parallel for num_threads(clamp_threads(params.launch.num_threads, num_rows))
+    for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t head = 0; head < params.out.heads; ++head) {
+            merge_row_head(params, isa, row, head);
+        }
+    }
+}
+
+}  // namespace splitkv::cpu

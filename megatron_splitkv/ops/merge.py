@@ -1,0 +1,105 @@
+"""Joins partial attention results by their log-sum-exp."""
+
+import torch
+from torch import Tensor
+
+import megatron_splitkv._kernels as _kernels
+from megatron_splitkv.ops.native import (
+    INPUT_DTYPES,
+    OP_NAMESPACE,
+    as_rows,
+    check_tensor,
+    cpu_launch,
+    refusal,
+)
+
+_MERGE = f"{OP_NAMESPACE}::merge_partials_"
+
+torch.library.define(
+    _MERGE,
+    "(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse, Tensor part_ptr, "
+    "Tensor part_slots) -> ()",
+)
+
+
+def merge_partials_(
+    out: Tensor,
+    lse: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    part_ptr: Tensor,
+    part_slots: Tensor,
+) -> None:
+    """Merges into each row of a running result its partials over further, disjoint keys. In place.
+
+    Row t merges the partials `part_slots[part_ptr[t]:part_ptr[t + 1]]` in that order, after the
+    running result. A partial with lse = -inf is not read, its out may hold NaN. A row whose only
+    non-empty partial is one takes that partial bitwise; a row with none becomes (0, -inf).
+
+    Args:
+        out: running output, `[T, H, Dv]`, fp32, overwritten.
+        lse: running log-sum-exp, `[T, H]`, fp32, natural log, -inf for an empty row, overwritten.
+        part_out: outputs of the partials, `[R, H, Dv]`, fp32, bf16 or fp16.
+        part_lse: log-sum-exps of the partials, `[R, H]`, fp32.
+        part_ptr: where the slots of each row start, `[T + 1]`, int32, from 0 to the length of
+            part_slots, never decreasing.
+        part_slots: rows of part_out and part_lse, int32.
+    Raises:
+        ValueError: shapes, dtypes, devices or strides disagree, or a slot is outside `[0, R)`.
+        UnsupportedError: there is no kernel for the device of out.
+    Source: online softmax, Milakov and Gimelshein 2018.
+    """
+    fp32, int32 = (torch.float32,), (torch.int32,)
+    device = out.device
+    check_tensor("out", out, shape=(-1, -1, -1), dtypes=fp32, device=device)
+    num_rows, num_heads, head_dim_v = out.shape
+    check_tensor("lse", lse, shape=(num_rows, num_heads), dtypes=fp32, device=device)
+    part_shape = (-1, num_heads, head_dim_v)
+    check_tensor("part_out", part_out, shape=part_shape, dtypes=INPUT_DTYPES, device=device)
+    part_lse_shape = (len(part_out), num_heads)
+    check_tensor("part_lse", part_lse, shape=part_lse_shape, dtypes=fp32, device=device)
+    check_tensor("part_ptr", part_ptr, shape=(num_rows + 1,), dtypes=int32, device=device)
+    check_tensor("part_slots", part_slots, shape=(-1,), dtypes=int32, device=device)
+    torch.ops.megatron_splitkv.merge_partials_.default(
+        out, lse, part_out, part_lse, part_ptr, part_slots
+    )
+
+
+def _merge_fake(
+    out: Tensor,
+    lse: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    part_ptr: Tensor,
+    part_slots: Tensor,
+) -> None:
+    return None
+
+
+torch.library.register_fake(_MERGE, _merge_fake)
+
+
+@torch.library.impl(_MERGE, "default")
+def _merge_refused(out: Tensor, *_args: object, **_kwargs: object) -> None:
+    raise refusal("merge_partials_", out)
+
+
+@torch.library.impl(_MERGE, "cpu")
+def _merge_cpu(
+    out: Tensor,
+    lse: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    part_ptr: Tensor,
+    part_slots: Tensor,
+) -> None:
+    _kernels.merge(
+        out=as_rows(out),
+        lse=as_rows(lse),
+        part_out=as_rows(part_out),
+        part_lse=as_rows(part_lse),
+        part_ptr=part_ptr.data_ptr(),
+        part_slots=part_slots.data_ptr(),
+        num_slots=len(part_slots),
+        launch=cpu_launch(None),
+    )

@@ -1,0 +1,85 @@
+"""What the ops share: tensor checks, and handing tensors to the native kernels."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import megatron_splitkv._kernels as _kernels
+from megatron_splitkv.errors import UnsupportedError
+
+OP_NAMESPACE = "megatron_splitkv"
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_NATIVE_DTYPES = {
+    torch.float32: _kernels.DType.float32,
+    torch.bfloat16: _kernels.DType.bfloat16,
+    torch.float16: _kernels.DType.float16,
+}
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    *,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Checks one argument of an op; -1 in `shape` admits any size.
+
+    Raises:
+        ValueError: wrong shape, dtype or device, or the last dimension is not contiguous.
+    """
+    got = tuple(tensor.shape)
+    if len(got) != len(shape) or any(s not in (-1, g) for g, s in zip(got, shape, strict=True)):
+        need = ", ".join("any" if size == -1 else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(got)}, needs [{need}]")
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}, needs {names}; "
+            f"convert it with {name}.to(...)"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, needs {device}, as the first argument")
+    if tensor.dim() == 3 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} has stride {tensor.stride(-1)} in its last dimension, needs 1; "
+            f"pass {name}.contiguous()"
+        )
+    if tensor.dim() == 1 and not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous; pass {name}.contiguous()")
+
+
+def refusal(op: str, tensor: Tensor) -> UnsupportedError:
+    """The error of an op on a device for which no kernel is registered."""
+    return UnsupportedError(
+        f"{op} got tensors on {tensor.device}, needs a device with kernels, which is the CPU in "
+        f"this build; move the tensors to the CPU or use megatron_splitkv.ops.reference.{op}"
+    )
+
+
+def as_rows(tensor: Tensor) -> _kernels.Rows:
+    """A `[rows, heads, dim]` or `[rows, heads]` tensor as the kernels see it."""
+    rows, heads = tensor.shape[:2]
+    return _kernels.Rows(
+        data=tensor.data_ptr(),
+        dtype=_NATIVE_DTYPES[tensor.dtype],
+        rows=rows,
+        heads=heads,
+        dim=tensor.shape[2] if tensor.dim() == 3 else 1,
+        row_stride=tensor.stride(0),
+        head_stride=tensor.stride(1),
+    )
+
+
+def cpu_launch(workspace: Tensor | None) -> _kernels.Launch:
+    """Runs a kernel on the CPU with as many threads as torch uses."""
+    return _kernels.Launch(
+        device=_kernels.Device.cpu,
+        stream=0,
+        workspace=0 if workspace is None else workspace.data_ptr(),
+        workspace_bytes=0 if workspace is None else workspace.numel(),
+        num_threads=torch.get_num_threads(),
+    )

@@ -1,0 +1,271 @@
+"""Attention of query rows to the keys that this rank holds, and its backward.
+
+Row i sees the local keys `[kv_begin[i], kv_end[i])`, none where `kv_begin[i] >= kv_end[i]`. Query
+head h reads KV head `h // (Hq // Hkv)`. Autograd lives in `attention.py`, not here: the softmax of
+the backward is that of the merged result, which a single partial does not know.
+"""
+
+import torch
+from torch import Tensor
+
+import megatron_splitkv._kernels as _kernels
+from megatron_splitkv.ops.native import (
+    INPUT_DTYPES,
+    OP_NAMESPACE,
+    as_rows,
+    check_tensor,
+    cpu_launch,
+    refusal,
+)
+
+MAX_HEAD_DIM = 512
+
+_FORWARD = f"{OP_NAMESPACE}::partial_attention"
+_BACKWARD = f"{OP_NAMESPACE}::partial_attention_backward"
+
+torch.library.define(
+    _FORWARD,
+    "(Tensor q, Tensor k, Tensor v, Tensor kv_begin, Tensor kv_end, *, float softmax_scale, "
+    "ScalarType out_dtype) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    _BACKWARD,
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor kv_begin, "
+    "Tensor kv_end, Tensor(a!) dk, Tensor(b!) dv, *, float softmax_scale) -> Tensor",
+)
+
+
+def partial_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    *,
+    softmax_scale: float,
+    out_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of each query row over its own interval of the local keys.
+
+    The result is bitwise the same for any number of threads. Keys and values that no row sees, and
+    query rows that see no key, are never read and may hold NaN.
+
+    Args:
+        q: query rows, `[Tq, Hq, D]`, fp32, bf16 or fp16; last dimension contiguous, D <= 512.
+        k: keys, `[Tk, Hkv, D]`, dtype of q; Hkv divides Hq.
+        v: values, `[Tk, Hkv, Dv]`, dtype of q; Dv <= 512, it may differ from D.
+        kv_begin: first visible key of each row, `[Tq]`, int32.
+        kv_end: one past the last visible key of each row, `[Tq]`, int32.
+        softmax_scale: factor of the logits `q . k`.
+        out_dtype: fp32, bf16 or fp16; accumulation is fp32 in any case.
+    Returns:
+        out `[Tq, Hq, Dv]` in out_dtype and lse `[Tq, Hq]` fp32, natural log. A row that sees no
+        key has out = 0 and lse = -inf.
+    Raises:
+        ValueError: shapes, dtypes, devices or strides disagree, or an interval leaves `[0, Tk)`.
+        UnsupportedError: there is no kernel for the device of q.
+    Source: online softmax, Milakov and Gimelshein 2018; tiling, FlashAttention, Dao et al. 2022.
+    """
+    _check_attention_inputs(q, k, v, kv_begin, kv_end)
+    if out_dtype not in INPUT_DTYPES:
+        raise ValueError(f"out_dtype={out_dtype} must be float32, bfloat16 or float16")
+    return torch.ops.megatron_splitkv.partial_attention.default(
+        q, k, v, kv_begin, kv_end, softmax_scale=softmax_scale, out_dtype=out_dtype
+    )
+
+
+def partial_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    softmax_scale: float,
+) -> Tensor:
+    """Gradients of the merged attention that flow through the local keys.
+
+    With p = exp(softmax_scale * q.k - lse) and ds = p * (dout.v - delta): dq = softmax_scale * ds.k
+    is returned, `dk += softmax_scale * ds^T.q` and `dv += p^T.dout` are added in place. Summing dq
+    over the partials gives the gradient of the whole. Bitwise the same for any number of threads.
+
+    Args:
+        dout: gradient of the merged output, `[Tq, Hq, Dv]`, fp32, bf16 or fp16.
+        q: query rows, `[Tq, Hq, D]`, as in the forward.
+        k: keys, `[Tk, Hkv, D]`, dtype of q.
+        v: values, `[Tk, Hkv, Dv]`, dtype of q.
+        lse: log-sum-exp of the merged result, `[Tq, Hq]`, fp32, natural log.
+        delta: `rowsum(dout * out)` of the merged output, `[Tq, Hq]`, fp32.
+        kv_begin: first visible key of each row, `[Tq]`, int32.
+        kv_end: one past the last visible key of each row, `[Tq]`, int32.
+        dk: `[Tk, Hkv, D]`, fp32, accumulated into.
+        dv: `[Tk, Hkv, Dv]`, fp32, accumulated into.
+        softmax_scale: factor of the logits, as in the forward.
+    Returns:
+        dq `[Tq, Hq, D]`, fp32; 0 for a row that sees no local key or has lse = -inf, whose q and
+        dout are never read.
+    Raises:
+        ValueError: shapes, dtypes, devices or strides disagree, or an interval leaves `[0, Tk)`.
+        UnsupportedError: there is no kernel for the device of q.
+    """
+    _check_attention_inputs(q, k, v, kv_begin, kv_end)
+    num_rows, num_heads_q, head_dim_qk = q.shape
+    num_keys, num_heads_kv, head_dim_v = v.shape
+    fp32 = (torch.float32,)
+    shapes = (
+        ("dout", dout, (num_rows, num_heads_q, head_dim_v), INPUT_DTYPES),
+        ("lse", lse, (num_rows, num_heads_q), fp32),
+        ("delta", delta, (num_rows, num_heads_q), fp32),
+        ("dk", dk, (num_keys, num_heads_kv, head_dim_qk), fp32),
+        ("dv", dv, (num_keys, num_heads_kv, head_dim_v), fp32),
+    )
+    for name, tensor, shape, dtypes in shapes:
+        check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=q.device)
+    return torch.ops.megatron_splitkv.partial_attention_backward.default(
+        dout, q, k, v, lse, delta, kv_begin, kv_end, dk, dv, softmax_scale=softmax_scale
+    )
+
+
+def _check_attention_inputs(
+    q: Tensor, k: Tensor, v: Tensor, kv_begin: Tensor, kv_end: Tensor
+) -> None:
+    device = q.device
+    check_tensor("q", q, shape=(-1, -1, -1), dtypes=INPUT_DTYPES, device=device)
+    num_rows, num_heads_q, head_dim_qk = q.shape
+    check_tensor("k", k, shape=(-1, -1, head_dim_qk), dtypes=(q.dtype,), device=device)
+    num_keys, num_heads_kv, _ = k.shape
+    check_tensor("v", v, shape=(num_keys, num_heads_kv, -1), dtypes=(q.dtype,), device=device)
+    int32 = (torch.int32,)
+    check_tensor("kv_begin", kv_begin, shape=(num_rows,), dtypes=int32, device=device)
+    check_tensor("kv_end", kv_end, shape=(num_rows,), dtypes=int32, device=device)
+    if num_heads_kv == 0 or num_heads_q % num_heads_kv != 0:
+        raise ValueError(
+            f"q has {num_heads_q} heads, needs a multiple of the {num_heads_kv} heads of k and v"
+        )
+    for name, tensor in (("q", q), ("v", v)):
+        if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head_dim {tensor.shape[-1]}, needs 1 to {MAX_HEAD_DIM}")
+
+
+def _forward_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    *,
+    softmax_scale: float,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    num_rows, num_heads_q, _ = q.shape
+    out = q.new_empty((num_rows, num_heads_q, v.shape[-1]), dtype=out_dtype)
+    return out, q.new_empty((num_rows, num_heads_q), dtype=torch.float32)
+
+
+torch.library.register_fake(_FORWARD, _forward_fake)
+
+
+def _backward_fake(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    softmax_scale: float,
+) -> Tensor:
+    return q.new_empty(q.shape, dtype=torch.float32)
+
+
+torch.library.register_fake(_BACKWARD, _backward_fake)
+
+
+@torch.library.impl(_FORWARD, "default")
+def _forward_refused(q: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
+    raise refusal("partial_attention", q)
+
+
+@torch.library.impl(_BACKWARD, "default")
+def _backward_refused(dout: Tensor, *_args: object, **_kwargs: object) -> Tensor:
+    raise refusal("partial_attention_backward", dout)
+
+
+@torch.library.impl(_FORWARD, "cpu")
+def _forward_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    *,
+    softmax_scale: float,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    num_rows, num_heads_q, head_dim_qk = q.shape
+    head_dim_v = v.shape[-1]
+    out = torch.empty((num_rows, num_heads_q, head_dim_v), dtype=out_dtype)
+    lse = torch.empty((num_rows, num_heads_q), dtype=torch.float32)
+    num_bytes = _kernels.forward_workspace_bytes(
+        head_dim_qk=head_dim_qk, head_dim_v=head_dim_v, num_threads=torch.get_num_threads()
+    )
+    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    _kernels.forward(
+        q=as_rows(q),
+        k=as_rows(k),
+        v=as_rows(v),
+        kv_begin=kv_begin.data_ptr(),
+        kv_end=kv_end.data_ptr(),
+        out=as_rows(out),
+        lse=as_rows(lse),
+        softmax_scale=softmax_scale,
+        launch=cpu_launch(workspace),
+    )
+    return out, lse
+
+
+@torch.library.impl(_BACKWARD, "cpu")
+def _backward_cpu(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    softmax_scale: float,
+) -> Tensor:
+    dq = torch.empty(q.shape, dtype=torch.float32)
+    num_bytes = _kernels.backward_workspace_bytes(
+        head_dim_qk=q.shape[-1], head_dim_v=v.shape[-1], num_threads=torch.get_num_threads()
+    )
+    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    _kernels.backward(
+        dout=as_rows(dout),
+        q=as_rows(q),
+        k=as_rows(k),
+        v=as_rows(v),
+        lse=as_rows(lse),
+        delta=as_rows(delta),
+        kv_begin=kv_begin.data_ptr(),
+        kv_end=kv_end.data_ptr(),
+        dq=as_rows(dq),
+        dk=as_rows(dk),
+        dv=as_rows(dv),
+        softmax_scale=softmax_scale,
+        launch=cpu_launch(workspace),
+    )
+    return dq
