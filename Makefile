@@ -24,12 +24,12 @@ CUDA_OBJECTS := $(CUDA_SOURCES:%.cu=build/cuda/%.o)
 CUDA_ARCH ?= sm_90a
 INSTALLED := .venv/installed
 
-.PHONY: example test build venv lint format cuda clean
+.PHONY: example test build venv lint format isa cuda clean
 
 example: build
 	bash examples/long_context_gpt.sh
 
-test: build lint cuda
+test: build lint isa cuda
 	timeout --kill-after=30 $(PYTEST_LIMIT_S) python -m pytest $(PYTEST_ARGS)
 
 venv:
@@ -37,7 +37,7 @@ venv:
 
 # The editable install puts the package on the path once; after it only the native modules change.
 build: venv
-	python setup.py --quiet build_ext --inplace
+	@python setup.py --quiet build_ext --inplace
 	if [[ ! -f $(INSTALLED) || pyproject.toml -nt $(INSTALLED) ]]; then
 	    pip install --quiet --no-input --no-deps --no-build-isolation --editable .
 	    touch $(INSTALLED)
@@ -54,6 +54,14 @@ format: venv
 	ruff format .
 	ruff check --fix .
 	clang-format -i $(CPP_FILES)
+
+# What one of these files defines must stay its own: the linker may take a weak symbol, such as an
+# inline function, for the whole module, and then a plain CPU runs into AVX code.
+isa: build
+	@if nm --demangle build/inplace/CMakeFiles/_kernels.dir/csrc/cpu/isa_*.o | grep ' [WVu] '; then
+	    echo "error: csrc/cpu/isa_*.cpp must define no weak symbol; make it static" >&2
+	    exit 1
+	fi
 
 # Compiles the CUDA sources where nvcc is, with or without a GPU.
 ifeq ($(CUDA_SOURCES),)
