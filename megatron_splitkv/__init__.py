@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron_splitkv.attention import SplitKVContext, splitkv_attention
     from megatron_splitkv.config import SplitKVConfig
     from megatron_splitkv.errors import UnsupportedError
     from megatron_splitkv.layout import ShardLayout, build_layout, shard_rows, unshard_rows
@@ -22,16 +23,19 @@ __all__ = [
     "Plan",
     "ShardLayout",
     "SplitKVConfig",
+    "SplitKVContext",
     "Suffix",
     "UnsupportedError",
     "Window",
     "build_layout",
     "make_plan",
     "shard_rows",
+    "splitkv_attention",
     "unshard_rows",
 ]
 
 _NAMES_OF_ROOM = {
+    "attention": ("SplitKVContext", "splitkv_attention"),
     "config": ("SplitKVConfig",),
     "errors": ("UnsupportedError",),
     "layout": ("ShardLayout", "build_layout", "shard_rows", "unshard_rows"),
