@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_splitkv.config import WIRE_ALIGNMENT_BYTES
 from megatron_splitkv.layout import ExchangeStage
@@ -65,7 +66,7 @@ class ProcessGroupTransport:
         group: the context-parallel group.
     """
 
-    group: dist.ProcessGroup
+    group: ProcessGroup
 
     @property
     def rank(self) -> int:
@@ -215,7 +216,7 @@ class RowFormat:
         offset = 0
         for (shape, dtype), size in zip(self.fields, self._field_bytes, strict=True):
             field = packed[:, offset : offset + prod(shape) * dtype.itemsize].view(dtype)
-            views.append(field.unflatten(1, shape) if len(shape) != 1 else field)
+            views.append(field.view(len(packed), *shape))
             offset += size
         return views
 
@@ -256,6 +257,24 @@ def return_rows(packed: Tensor, stage: ExchangeStage, transport: Transport) -> P
         Pending `[S, row_bytes]`, one for each row this rank sent, in the order it sent them.
     """
     return transport.exchange(packed, stage.recv_counts, stage.send_counts)
+
+
+def all_gather_rows(tensor: Tensor, counts: Counts, transport: Transport) -> list[Tensor]:
+    """Gives every rank the rows of all ranks.
+
+    Args:
+        tensor: this rank's rows, `[counts[rank], ...]`.
+        counts: rows of each rank, `[size]`.
+        transport: the group.
+    Returns:
+        The rows of each rank, in rank order.
+    """
+    row_format = RowFormat(((tensor.shape[1:], tensor.dtype),))
+    packed = row_format.pack([tensor])
+    sent = packed.repeat(transport.size, 1)
+    received = transport.exchange(sent, [len(tensor)] * transport.size, counts).wait()
+    (rows,) = row_format.unpack(received)
+    return list(rows.split(list(counts)))
 
 
 def check_same_plan(fingerprint: str, transport: Transport, device: torch.device) -> None:

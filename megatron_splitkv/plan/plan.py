@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ BLOCKS_PER_RANK = 16  # enough for LPT to balance one causal document to well un
 MAX_AUTO_BLOCK = 512  # longer blocks gain no kernel speed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached_property needs a __dict__
 class Plan:
     """Where each KV token and each query row of a pack of documents lives.
 
@@ -71,7 +72,7 @@ class Plan:
         """Whether query rows and KV rows are the same tokens."""
         return is_self_attention(self.queries)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that are equal exactly where the placement and the mask are equal."""
         header = json.dumps([self.cp_size, _describe(self.queries), self.query_rows])

@@ -1,0 +1,231 @@
+"""`SplitKVAttention`: core attention of a Megatron layer, beside TP, PP, DP and EP."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor
+
+from megatron_splitkv.attention import SplitKVContext, splitkv_attention
+from megatron_splitkv.errors import UnsupportedError
+from megatron_splitkv.mcore.plans import PlanBook
+from megatron_splitkv.mcore.refusals import (
+    refuse_unsupported_call,
+    refuse_unsupported_config,
+    refuse_unsupported_layer,
+)
+from megatron_splitkv.plan import Causal, Full, Plan, Queries, Window
+from megatron_splitkv.plan.report import AttentionShape
+
+
+class SplitKVAttention(MegatronModule):
+    """Drop-in core attention of a layer spec, built with Megatron's own arguments.
+
+    Without parameters, except `softmax_offset` where `softmax_type` is "learnable"; state-dict
+    keys are those of the stock module.
+
+    Attributes:
+        book: where plans come from. `with_book` makes a subclass with a book of its own.
+        on_call: if set, told the plan and the shape of each call, on every rank.
+    """
+
+    book: ClassVar[PlanBook] = PlanBook()
+    on_call: ClassVar[Callable[[Plan, AttentionShape], None] | None] = None
+
+    def __init__(  # noqa: PLR0913 (the parameters are those of Megatron)
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        """Takes what Megatron passes to core attention.
+
+        Args:
+            config: the model's configuration.
+            layer_number: counted from 1; chooses window layers.
+            attn_mask_type: causal, padding_causal or no_mask.
+            attention_type: "self".
+            attention_dropout: must be 0; None takes the configuration's.
+            softmax_scale: factor of the logits; None takes `1 / sqrt(k_channels)`.
+            k_channels: dim of a key head; None takes `config.kv_channels`.
+            v_channels: not needed, value dims are read from the tensors.
+            cp_comm_type: not used; Split-KV is its own way of communicating.
+            pg_collection: process groups with `tp` and `cp`; None takes Megatron's global ones.
+        Raises:
+            UnsupportedError: a setting that Split-KV would not honour.
+        """
+        super().__init__(config=config)
+        refuse_unsupported_config(config, attention_dropout)
+        refuse_unsupported_layer(attention_type, attn_mask_type)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.pg_collection = groups
+        self.tp_group = groups.tp
+        self.cp_group = groups.cp
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.queries = _layer_queries(config, layer_number, attn_mask_type)
+        head_dim = k_channels or config.kv_channels
+        self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self._make_softmax_offset(config.num_attention_heads // self.tp_group.size())
+
+    @classmethod
+    def with_book(
+        cls, book: PlanBook, on_call: Callable[[Plan, AttentionShape], None] | None = None
+    ) -> "type[SplitKVAttention]":
+        """A subclass that takes its plans and settings from `book`."""
+        static_on_call = None if on_call is None else staticmethod(on_call)
+        return type(cls.__name__, (cls,), {"book": book, "on_call": static_on_call})
+
+    def _make_softmax_offset(self, num_heads: int) -> None:
+        self.softmax_offset: Tensor | None = None
+        if self.config.softmax_type == "vanilla":
+            return
+        options = {"device": torch.cuda.current_device(), "dtype": self.config.params_dtype}
+        if self.config.softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros(num_heads, **options)
+            return
+        del self.softmax_offset
+        self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, **options))
+        if self.config.perform_initialization:
+            self.config.init_method(self.softmax_offset)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attention of this rank's tokens to the whole sequence.
+
+        Args:
+            query: `[s, b, Hq, D]`, packed `[t, Hq, D]`; this rank's tokens in plan order, heads
+                of this tensor-parallel rank.
+            key, value: `[s, b, Hkv, D]` and `[s, b, Hkv, Dv]`, packed without `b`.
+            attention_mask: must be None; documents come as cu_seqlens.
+            attn_mask_type: the mask of this call, by default the layer's.
+            attention_bias: must be None.
+            packed_seq_params: Megatron's own, with the global cu_seqlens; None when not packed.
+        Returns:
+            `[s, b, Hq * Dv]`, packed `[t, Hq * Dv]`.
+        Raises:
+            UnsupportedError: a mask or bias that Split-KV would not honour.
+            ValueError: the tensors do not fit the plan.
+        """
+        refuse_unsupported_call(attention_mask, attention_bias)
+        if attn_mask_type is not None and attn_mask_type != self.attn_mask_type:
+            refuse_unsupported_layer("self", attn_mask_type)
+        if packed_seq_params is not None:
+            out = self._attend(query, key, value, self._packed_plan(query, packed_seq_params))
+            return out.flatten(1)
+        seq_len, batch_size = query.shape[:2]
+        plan = self.book.unpacked(
+            seq_len * self.cp_group.size(), batch_size, self.cp_group, query.device
+        )
+        rows = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
+        out = self._attend(*rows, plan)
+        return out.view(batch_size, seq_len, -1).transpose(0, 1).contiguous()
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+        if self.on_call is not None:
+            self.on_call(plan, attention_shape(q, v))
+        out, _ = splitkv_attention(
+            q, k, v, self._context(plan, q.device), softmax_scale=self.softmax_scale,
+            sink=None if self.softmax_offset is None else self.softmax_offset.float(),
+        )  # fmt: skip
+        return out
+
+    def _context(self, plan: Plan, device: torch.device) -> SplitKVContext:
+        return self.book.context(plan, self.cp_group, device, self.queries)
+
+    def _packed_plan(self, query: Tensor, params: PackedSeqParams) -> Plan:
+        if params.cu_seqlens_q_padded is not None and self.queries == Full():
+            raise UnsupportedError(
+                "cu_seqlens_q_padded under attn_mask_type=no_mask is not supported by split-kv "
+                "attention, because every row would see the pads; pack documents without padding"
+            )
+        plan = self.book.packed(layout_cu_seqlens(params), self.cp_group)
+        own = plan.tokens[self.cp_group.rank()]
+        if len(query) != own:
+            raise ValueError(
+                f"query has {len(query)} tokens, but cu_seqlens ends at {plan.num_tokens}, which "
+                f"gives this context-parallel rank {own}; was the batch sharded by split-kv?"
+            )
+        return plan
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
+        """Entries of a distributed checkpoint: those of the stock module."""
+        is_learnable = self.config.softmax_type == "learnable"
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True) if is_learnable else {},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+
+
+def attention_shape(q: Tensor, v: Tensor) -> AttentionShape:
+    """What a travelling row of these tensors weighs."""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return AttentionShape(
+        num_heads_q=q.shape[1],
+        head_dim_qk=q.shape[2],
+        head_dim_v=v.shape[2],
+        dtype=names[q.dtype],
+    )
+
+
+def layout_cu_seqlens(params: PackedSeqParams) -> Tensor:
+    """The boundaries by which tokens lie in memory: the padded ones where there are any.
+
+    Pads sit at a document's tail and attention is causal, so no real token sees one.
+
+    Raises:
+        UnsupportedError: another format than thd, or a group that changes by microbatch.
+    """
+    if params.qkv_format != "thd" or params.local_cp_size is not None:
+        raise UnsupportedError(
+            f"packed_seq_params with qkv_format={params.qkv_format!r} and local_cp_size="
+            f"{params.local_cp_size} is not supported by split-kv attention; pack documents as "
+            "thd and leave out --hybrid-context-parallel"
+        )
+    padded = params.cu_seqlens_q_padded
+    return params.cu_seqlens_q if padded is None else padded
+
+
+def _layer_queries(
+    config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType
+) -> Queries:
+    is_window = is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, layer_number
+    )
+    if attn_mask_type == AttnMaskType.no_mask:
+        return Full()
+    return Window(config.window_size[0] + 1) if is_window else Causal()
