@@ -75,7 +75,7 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that are equal exactly where the placement and the mask are equal."""
-        header = json.dumps([self.cp_size, _describe(self.queries), self.query_rows])
+        header = json.dumps([self.cp_size, _describe(self.queries), self.query_rows], default=int)
         digest = hashlib.blake2b(header.encode(), digest_size=8)
         for values in (self.doc_lens, self.padded_lens):
             digest.update(np.asarray(values, dtype="<i8").tobytes())
@@ -94,7 +94,13 @@ class Plan:
         return build_model(queries or self.queries, self.doc_lens, self.padded_lens)
 
     def repeated(self, times: int) -> "Plan":
-        """The plan of `times` copies of this pack laid end to end, each placed alike."""
+        """The plan of `times` copies of this pack laid end to end, their KV tokens placed alike.
+
+        The query rows of context attention are split anew along the longer stream.
+        """
+        queries = self.queries
+        if isinstance(queries, Anchors):
+            queries = Anchors(queries.positions * times, queries.rows_per_anchor)
         doc_step = np.asarray([0, len(self.doc_lens), 0, 0], dtype=np.int64)
         copies = np.concatenate([self.runs + copy * doc_step for copy in range(times)])
         return Plan(
@@ -102,7 +108,7 @@ class Plan:
             block_size=self.block_size,
             doc_lens=self.doc_lens * times,
             padded_lens=self.padded_lens * times,
-            queries=self.queries,
+            queries=queries,
             runs=_read_only(copies[np.lexsort(copies.T[2::-1])]),
             query_rows=tuple(rows * times for rows in self.query_rows),
             costs=tuple(cost * times for cost in self.costs),
@@ -121,7 +127,8 @@ class Plan:
                 "query_rows": self.query_rows,
                 "costs": self.costs,
                 "fingerprint": self.fingerprint,
-            }
+            },
+            default=int,  # specs may hold numpy integers
         )
 
 
@@ -183,7 +190,7 @@ def plan_from_json(text: str) -> Plan:
     """Reads what `Plan.to_json` wrote.
 
     Raises:
-        ValueError: the fingerprint does not match the contents.
+        ValueError: the fingerprint or the costs do not match the contents.
     """
     data = json.loads(text)
     plan = Plan(
@@ -196,12 +203,16 @@ def plan_from_json(text: str) -> Plan:
         query_rows=tuple(data["query_rows"]),
         costs=tuple(data["costs"]),
     )
-    if plan.fingerprint != data["fingerprint"]:
+    if plan.fingerprint != data["fingerprint"] or plan.costs != _costs(plan):
         raise ValueError(
-            f"plan fingerprint={data['fingerprint']} does not match its contents "
-            f"({plan.fingerprint}); the file was edited or cut short, make the plan again"
+            f"plan fingerprint={data['fingerprint']} with costs={data['costs']} does not match its "
+            f"contents ({plan.fingerprint}); the file was edited or cut short, make the plan again"
         )
     return plan
+
+
+def _costs(plan: Plan) -> tuple[int, ...]:
+    return tuple(_planner.rank_costs(plan.model(), plan.runs, plan.cp_size))
 
 
 def _auto_block_size(num_tokens: int, cp_size: int) -> int:
