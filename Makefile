@@ -39,7 +39,7 @@ venv:
 build: venv
 	@python setup.py --quiet build_ext --inplace
 	if [[ ! -f $(INSTALLED) || pyproject.toml -nt $(INSTALLED) ]]; then
-	    pip install --quiet --no-input --no-deps --no-build-isolation --editable .
+	    python -m pip install --quiet --no-input --no-deps --no-build-isolation --editable .
 	    touch $(INSTALLED)
 	fi
 

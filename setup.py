@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parent
 
 
 def find_tool(name: str) -> str:
-    """Path of a build tool: from PATH, else from the scripts folder of this interpreter.
+    """Path of a build tool: the one installed beside this interpreter, else the one on PATH.
 
     Raises:
         RuntimeError: the tool is in neither place.
     """
-    found = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
+    found = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
     if found is None:
         raise RuntimeError(f"{name} is needed to build megatron_splitkv; pip install {name}")
     return found
@@ -54,10 +54,12 @@ class CMakeBuild(build_ext):
         """Runs CMake; starts from an empty cache when a tool differs from the previous run."""
         tools = {
             "CMAKE_MAKE_PROGRAM": find_tool("ninja"),
-            "Python_EXECUTABLE": sys.executable,
             "pybind11_DIR": pybind11.get_cmake_dir(),
         }
-        key = "\n".join([find_tool("cmake"), sys.version, pybind11.__version__, *tools.values()])
+        # Not sys.executable: python and python3 of one environment are the same interpreter.
+        interpreter = [sys.prefix, sys.version]
+        cmake = find_tool("cmake")
+        key = "\n".join([cmake, *interpreter, pybind11.__version__, *tools.values()])
         key_file = self.cmake_dir / "tools.txt"
         is_same = key_file.exists() and key_file.read_text() == key
         self.cmake_dir.mkdir(parents=True, exist_ok=True)
@@ -66,6 +68,7 @@ class CMakeBuild(build_ext):
             *([] if is_same else ["--fresh"]),
             *("-S", str(ROOT), "-B", str(self.cmake_dir), "-G", "Ninja"),
             *(f"-D{name}={value}" for name, value in tools.items()),
+            f"-DPython_EXECUTABLE={sys.executable}",
             f"-DSPLITKV_WARNINGS_AS_ERRORS={'ON' if self.warnings_as_errors else 'OFF'}",
         )
 
