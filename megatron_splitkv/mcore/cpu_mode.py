@@ -23,7 +23,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,8 @@ _QUIET = (  # notices about GPU packages: on a machine without a GPU they say no
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "Only transformer-engine",
+    "absl.logging is not installed",
+    "MimoModelConfig is experimental",
     "'pin_memory' argument is set as true but no accelerator",
 )
 
@@ -82,17 +84,17 @@ class _CpuMode:
         self._patches = hooks.Patches()
         self._set_environment()
         self._quiet()
+        try:
+            # Imports Megatron, and with it the compiler: it must see torch.cuda as torch made it.
+            self._hooks = hooks.install(_megatron_replacements())
+        except UnsupportedError:
+            self._stack.close()
+            raise
         for name, value in _torch_cuda().items():
             self._patches.set(torch.cuda, name, value)
         self._patches.set(torch.cuda.random, "get_rng_state", _get_rng_state)
         self._patches.set(torch.cuda.random, "set_rng_state", _set_rng_state)
         self._stack.enter_context(CudaAsCpu())
-        try:
-            self._hooks = hooks.install(_megatron_replacements())
-        except UnsupportedError:
-            self._patches.undo()
-            self._stack.close()
-            raise
 
     def close(self) -> None:
         self._hooks.uninstall()
@@ -100,7 +102,7 @@ class _CpuMode:
         self._stack.close()
 
     def _set_environment(self) -> None:
-        """Turns the compiler off (fusions would probe for a GPU) and satisfies a CUDA-only check."""
+        """Turns the compiler off (fusions probe for a GPU) and satisfies a CUDA-only check."""
         for name, value in (("TORCHDYNAMO_DISABLE", "1"), ("CUDA_DEVICE_MAX_CONNECTIONS", "1")):
             if name not in os.environ:
                 os.environ[name] = value
@@ -255,7 +257,13 @@ def _torch_cuda() -> dict[str, object]:
         "manual_seed": torch.default_generator.manual_seed,
         "memory_stats": lambda device=None: defaultdict(int),
     }
-    for name in ("set_device", "set_stream", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+    for name in (
+        "set_device",
+        "set_stream",
+        "synchronize",
+        "empty_cache",
+        "reset_peak_memory_stats",
+    ):
         stubs[name] = _nothing
     for name in ("memory_allocated", "memory_reserved", "device_memory_used"):
         stubs[name] = _resident_bytes
@@ -323,7 +331,7 @@ def _initialize_without_cuda(
 
 
 @contextlib.contextmanager
-def _without_message(logger_name: str, start: str) -> Iterator[None]:
+def _without_message(logger_name: str, start: str) -> Generator[None]:
     """Drops the log records of one logger that start with `start`."""
 
     def keep(record: logging.LogRecord) -> bool:

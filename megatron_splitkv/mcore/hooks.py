@@ -87,7 +87,7 @@ class Installation:
         """Puts every original back; calling it again does nothing."""
         self._patches.undo()
 
-    def _bind(self, found: "_Found") -> None:
+    def bind(self, found: "_Found") -> None:
         item = found.replacement
         value: object = item.function
         if not isinstance(item.function, type):
@@ -102,7 +102,7 @@ class Installation:
         function = functools.partial(item.function, original) if item.wraps else item.function
 
         @functools.wraps(original)
-        def hook(*args: Any, **kwargs: Any) -> Any:
+        def hook(*args: object, **kwargs: object) -> object:
             self._calls[item.target] += 1
             return function(*args, **kwargs)
 
@@ -125,7 +125,7 @@ def install(replacements: Sequence[Replacement]) -> Installation:
     found = [_find(item) for item in replacements]
     installation = Installation()
     for item in found:
-        installation._bind(item)
+        installation.bind(item)
     return installation
 
 
@@ -145,7 +145,7 @@ def _find(item: Replacement) -> _Found:
     for parent in parents:
         owner = _attribute(owner, parent, item.target)
     current = _attribute(owner, name, item.target)
-    original = getattr(current, _ORIGINAL, current)
+    original: Any = getattr(current, _ORIGINAL, current)
     if item.signature is not None:
         names = tuple(inspect.signature(original).parameters)
         if names != item.signature:
@@ -176,7 +176,7 @@ def _import(module_name: str, target: str) -> ModuleType:
         raise _differs(target, f"cannot be imported ({error})", f"module {module_name}") from error
 
 
-def _attribute(owner: object, name: str, target: str) -> Any:
+def _attribute(owner: object, name: str, target: str) -> object:
     if not hasattr(owner, name):
         raise _differs(target, "does not exist", f"{name} in {getattr(owner, '__name__', owner)}")
     return getattr(owner, name)

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Pretrains a GPT on real text, its sequences split over CP ranks, through Megatron's own loop.
+#
+#   examples/long_context_gpt.sh                        what the machine can do: GPUs, or CPU mode
+#   CP=4 SEQ_LEN=8192 examples/long_context_gpt.sh      any knob below, from the environment
+#   DATA=~/texts examples/long_context_gpt.sh --lr 1e-3 any Megatron argument, passed through
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+if [[ -z "${PYTHON:-}" ]]; then
+    PYTHON="$here/../.venv/bin/python"
+    [[ -x "$PYTHON" ]] || PYTHON=python3
+fi
+gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
+
+# Sizes that suit the machine.
+if ((gpus > 0)); then
+    default_cp=$gpus default_seq=32768 default_iters=200
+    default_layers=24 default_hidden=1024 default_heads=16 default_kv_heads=4
+else
+    default_cp=2 default_seq=2048 default_iters=60
+    default_layers=4 default_hidden=128 default_heads=4 default_kv_heads=2
+fi
+
+# ---- knobs ----------------------------------------------------------------------------------
+IMPL="${IMPL:-splitkv}"                   # context parallelism: splitkv (ours) or megatron
+TP="${TP:-1}"                             # tensor-parallel ranks: each layer's weights are cut
+PP="${PP:-1}"                             # pipeline stages: the layers are dealt out
+CP="${CP:-$default_cp}"                   # context-parallel ranks: each sequence is cut
+NPROC="${NPROC:-$((TP * PP * CP))}"       # processes here; beyond TP*PP*CP they are data-parallel
+SEQ_LEN="${SEQ_LEN:-$default_seq}"        # tokens of one sequence, a multiple of 2*CP
+PACKED="${PACKED:-1}"                     # 1: attention stops at document ends; 0: it does not
+MICRO_BATCH="${MICRO_BATCH:-1}"           # sequences of one forward pass
+GLOBAL_BATCH="${GLOBAL_BATCH:-$((2 * NPROC / (TP * PP * CP)))}" # sequences of one optimizer step
+TRAIN_ITERS="${TRAIN_ITERS:-$default_iters}" # optimizer steps
+LAYERS="${LAYERS:-$default_layers}"       # the model: layers,
+HIDDEN="${HIDDEN:-$default_hidden}"       #   width,
+HEADS="${HEADS:-$default_heads}"          #   query heads,
+KV_HEADS="${KV_HEADS:-$default_kv_heads}" #   key and value heads
+DATA="${DATA:-}"                          # folder of text; empty: Python's standard library
+OUT="${OUT:-$here/out}"                   # where prepared data goes
+# ---------------------------------------------------------------------------------------------
+
+if ((NPROC % (TP * PP * CP) != 0)); then
+    echo "NPROC=$NPROC must be a multiple of TP*PP*CP=$((TP * PP * CP)); set NPROC or one of them" >&2
+    exit 2
+fi
+if ((gpus > 0 && NPROC > gpus)); then
+    echo "NPROC=$NPROC processes need as many GPUs and this machine has $gpus; lower TP, PP or CP" >&2
+    exit 2
+fi
+
+data="$("$PYTHON" "$here/prepare_text.py" --output "$OUT/data" --min-tokens $((SEQ_LEN + 1)) \
+    ${DATA:+--input "$DATA"})"
+
+args=(
+    --context-parallel-impl "$IMPL"
+    --tensor-model-parallel-size "$TP"
+    --pipeline-model-parallel-size "$PP"
+    --context-parallel-size "$CP"
+    --num-layers "$LAYERS" --hidden-size "$HIDDEN"
+    --num-attention-heads "$HEADS" --group-query-attention --num-query-groups "$KV_HEADS"
+    --normalization RMSNorm --swiglu --disable-bias-linear
+    --position-embedding-type rope
+    --attention-dropout 0 --hidden-dropout 0
+    --seq-length "$SEQ_LEN" --max-position-embeddings "$SEQ_LEN"
+    --micro-batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH"
+    --train-iters "$TRAIN_ITERS"
+    --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters $((TRAIN_ITERS / 20)) --min-lr 3e-4
+    --clip-grad 1.0 --weight-decay 0.1
+    --calculate-per-token-loss
+    --data-path "$data" --data-cache-path "$OUT/data/cache" --split 100,0,0
+    --tokenizer-type NullTokenizer --vocab-size 257
+    --eval-iters 0 --eval-interval "$((TRAIN_ITERS + 1))"
+    --log-interval 5
+    --num-workers 1
+)
+((PACKED == 0)) || args+=(--dataloader-inter-document-masking)
+((TP == 1)) || args+=(--sequence-parallel)
+if ((gpus > 0)); then
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    args+=(--bf16 --distributed-backend nccl)
+    if ! "$PYTHON" -c 'import transformer_engine.pytorch' 2> /dev/null; then
+        args+=(--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
+            --no-masked-softmax-fusion --no-rope-fusion)
+    fi
+fi
+
+exec "$PYTHON" -m torch.distributed.run --standalone \
+    --nproc-per-node "$NPROC" -m megatron_splitkv.launch "$here/pretrain_gpt.py" "${args[@]}" "$@"

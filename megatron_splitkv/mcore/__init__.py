@@ -1,0 +1,1 @@
+"""The only room that knows Megatron: attention module, hooks, arguments, launcher, CPU mode."""

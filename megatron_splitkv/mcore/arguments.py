@@ -1,0 +1,249 @@
+"""Command-line arguments of Split-KV, and the checks that can be made from arguments alone.
+
+The same text is raised on every rank, before any model or process group exists. What a
+configuration object can also hold is checked again in the module's constructor (`refusals`).
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.errors import UnsupportedError
+from megatron_splitkv.mcore.argument_refusals import OTHER_IMPL, refuse_unsupported_args
+
+IMPLEMENTATIONS = ("megatron", "splitkv")
+
+
+def requested_impl(argv: Sequence[str]) -> str:
+    """Reads `--context-parallel-impl` from a command line whose other arguments are unknown.
+
+    Raises:
+        ValueError: it is none of `IMPLEMENTATIONS`.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--context-parallel-impl", default=IMPLEMENTATIONS[0])
+    impl = parser.parse_known_args(list(argv))[0].context_parallel_impl
+    _check_impl(impl)
+    return impl
+
+
+def check_command_line(argv: Sequence[str]) -> None:
+    """Refuses what bypasses Megatron's argument validation, where our checks are made.
+
+    Raises:
+        UnsupportedError: `--yaml-cfg` is given.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--yaml-cfg", default=None)
+    path = parser.parse_known_args(list(argv))[0].yaml_cfg
+    if path is not None:
+        raise UnsupportedError(
+            f"--yaml-cfg {path} bypasses the checks of --context-parallel-impl splitkv; give the "
+            f"settings as arguments, {OTHER_IMPL}"
+        )
+
+
+def add_splitkv_args(parser: ArgumentParser) -> ArgumentParser:
+    """Adds our arguments to Megatron's parser.
+
+    Args:
+        parser: any argument parser; a script of one's own passes this function to Megatron as
+            `extra_args_provider`.
+    Returns:
+        The same parser.
+    """
+    defaults = SplitKVConfig()
+    group = parser.add_argument_group(title="split-kv context parallelism")
+    # Unknown words are refused by validate_splitkv_args in one line; argparse's own `choices`
+    # would print the usage of Megatron's eight hundred arguments first.
+    group.add_argument(
+        "--context-parallel-impl",
+        default=IMPLEMENTATIONS[0],
+        metavar="{" + ",".join(IMPLEMENTATIONS) + "}",
+        help="who does context parallelism: megatron leaves Megatron untouched; splitkv keeps keys "
+        "and values on their ranks and sends queries (default: megatron)",
+    )
+    group.add_argument(
+        "--splitkv-block-size",
+        type=int,
+        default=defaults.block_size,
+        metavar="N",
+        help="tokens of one block of the planner, a multiple of 64, such as 256: smaller balances "
+        "better, larger sends fewer pieces (default: by sequence length, at most 512)",
+    )
+    group.add_argument(
+        "--splitkv-stages",
+        type=int,
+        default=defaults.num_stages,
+        metavar="N",
+        help="exchanges that the other ranks' queries are cut into: 1 is everything at once, 8 "
+        "takes less memory and overlaps more (default: %(default)s)",
+    )
+    group.add_argument(
+        "--splitkv-partial-dtype",
+        default=defaults.partial_dtype,
+        metavar="{fp32,bf16}",
+        help="what partial outputs and query gradients travel in; bf16 halves those bytes and adds "
+        "a rounding for each rank (default: %(default)s)",
+    )
+    group.add_argument(
+        "--splitkv-keep-queries",
+        action="store_true",
+        help="keep gathered queries for the backward pass: fewer bytes, more memory "
+        "(default: gather them again)",
+    )
+    group.add_argument(
+        "--splitkv-balance-tolerance",
+        type=float,
+        default=defaults.balance_tolerance,
+        metavar="F",
+        help="share by which the busiest rank may exceed the mean before documents that would fit "
+        "on one rank are cut; 0.05 is five percent (default: %(default)s)",
+    )
+    group.add_argument(
+        "--splitkv-check-plan",
+        default=defaults.check_plan,
+        metavar="{first,always}",
+        help="compare the ranks' plans at the first microbatch, or at each new plan, which costs "
+        "a small exchange (default: %(default)s)",
+    )
+    group.add_argument(
+        "--splitkv-mtp-normalization",
+        default=defaults.mtp_normalization,
+        metavar="{global,megatron}",
+        help="scale multi-token-prediction losses by token counts of the whole sequence, as "
+        "without context parallelism, or by each rank's own, as Megatron does "
+        "(default: %(default)s)",
+    )
+    return parser
+
+
+def splitkv_config_from_args(args: Namespace) -> SplitKVConfig:
+    """The configuration that the parsed arguments describe.
+
+    Raises:
+        ValueError: a value is out of range or unknown.
+    """
+    return SplitKVConfig(
+        block_size=args.splitkv_block_size,
+        num_stages=args.splitkv_stages,
+        partial_dtype=args.splitkv_partial_dtype,
+        keep_queries=args.splitkv_keep_queries,
+        balance_tolerance=args.splitkv_balance_tolerance,
+        check_plan=args.splitkv_check_plan,
+        mtp_normalization=args.splitkv_mtp_normalization,
+    )
+
+
+def validate_splitkv_args(args: Namespace) -> list[str]:
+    """Checks a parsed Megatron command line; call it before Megatron's own validation.
+
+    Args:
+        args: parsed arguments. Two defaults of Megatron's that have no use here are switched: the
+            dense attention mask that the dataloader would make, and fused rotary embedding of
+            packed documents, which knows only Megatron's own token order.
+    Returns:
+        One sentence for each setting that was switched or is ignored; print them on one rank.
+    Raises:
+        ValueError: a value that can be put right.
+        UnsupportedError: a setting that Split-KV would not honour.
+    """
+    _check_impl(args.context_parallel_impl)
+    splitkv_config_from_args(args)
+    refuse_unsupported_args(args)
+    _check_lengths(args)
+    _check_rotary(args)
+    if is_packed(args):
+        _check_packed(args)
+    _check_loss(args)
+    return _switch_defaults(args)
+
+
+def is_packed(args: Namespace) -> bool:
+    """Whether batches hold several documents a sequence, and say so by `cu_seqlens`."""
+    return bool(args.sft or args.dataloader_inter_document_masking)
+
+
+def _check_impl(impl: str) -> None:
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"--context-parallel-impl {impl} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}"
+        )
+
+
+def _check_lengths(args: Namespace) -> None:
+    """Every rank holds equally many tokens; Megatron itself asks for twice that divisor."""
+    length, cp_size = args.seq_length or args.encoder_seq_length, args.context_parallel_size
+    if length is not None and cp_size > 1 and length % (2 * cp_size):
+        near = -(-length // (2 * cp_size)) * 2 * cp_size
+        raise ValueError(
+            f"--seq-length={length} must be a multiple of 2 * --context-parallel-size="
+            f"{2 * cp_size}, because ranks hold equally many tokens (and Megatron asserts the "
+            f"factor 2); use {near}"
+        )
+
+
+def _check_rotary(args: Namespace) -> None:
+    if args.multi_latent_attention and args.apply_rope_fusion:
+        raise UnsupportedError(
+            "--multi-latent-attention with fused rotary embedding does not work with "
+            "--context-parallel-impl splitkv: the fused kernel assumes Megatron's own order of "
+            f"tokens; add --no-rope-fusion, {OTHER_IMPL}"
+        )
+
+
+def _check_packed(args: Namespace) -> None:
+    several = args.micro_batch_size is not None and args.micro_batch_size > 1
+    balancing = args.moe_router_load_balancing_type
+    if several and args.num_experts and "seq_aux_loss" in balancing:
+        raise UnsupportedError(
+            f"--moe-router-load-balancing-type={balancing} with packed documents and "
+            f"--micro-batch-size={args.micro_batch_size} does not work with "
+            "--context-parallel-impl splitkv: a rank does not hold whole sequences; use aux_loss, "
+            f"or --micro-batch-size 1, {OTHER_IMPL}"
+        )
+    dispatcher = args.moe_token_dispatcher_type
+    stages = args.pipeline_model_parallel_size
+    if several and args.num_experts and stages > 1 and dispatcher == "allgather":
+        raise UnsupportedError(
+            f"--moe-token-dispatcher-type={dispatcher} does not take the variable lengths that "
+            f"packed documents need with --pipeline-model-parallel-size={stages} and "
+            f"--micro-batch-size={args.micro_batch_size}; use alltoall, or --micro-batch-size 1"
+        )
+    if args.overlap_moe_expert_parallel_comm:
+        raise UnsupportedError(
+            "--overlap-moe-expert-parallel-comm with packed documents does not work with "
+            "--context-parallel-impl splitkv: its schedule drops the document bounds; leave it "
+            f"out, {OTHER_IMPL}"
+        )
+
+
+def _check_loss(args: Namespace) -> None:
+    """Ranks that count different numbers of loss tokens must not each take their own mean."""
+    uneven = is_packed(args) or (args.eod_mask_loss and args.context_parallel_size > 1)
+    if uneven and not args.calculate_per_token_loss:
+        cause = "packed documents" if is_packed(args) else "--eod-mask-loss"
+        raise ValueError(
+            f"{cause} with --context-parallel-size={args.context_parallel_size} needs "
+            "--calculate-per-token-loss: ranks count different numbers of loss tokens, and a mean "
+            "over each rank's own would be biased; add --calculate-per-token-loss"
+        )
+
+
+def _switch_defaults(args: Namespace) -> list[str]:
+    notes = []
+    if args.create_attention_mask_in_dataloader:
+        args.create_attention_mask_in_dataloader = False
+        notes.append("set --no-create-attention-mask-in-dataloader: the plan is the mask")
+    if is_packed(args) and args.apply_rope_fusion:
+        args.apply_rope_fusion = False
+        notes.append("set --no-rope-fusion: the fused kernel knows only Megatron's token order")
+    if args.cp_comm_type not in (None, "p2p", ["p2p"]):
+        words = (
+            args.cp_comm_type if isinstance(args.cp_comm_type, str) else " ".join(args.cp_comm_type)
+        )
+        notes.append(f"ignoring --cp-comm-type {words}: queries travel, whatever it says")
+    backend = getattr(args.attention_backend, "name", args.attention_backend)
+    if backend not in (None, "auto"):
+        notes.append(f"ignoring --attention-backend {backend}: attention is Split-KV's own")
+    return notes

@@ -1,0 +1,115 @@
+"""Which names of Megatron stand for context parallelism, and what stands there under Split-KV.
+
+Four families: the core attention that layer specs name, the slicing of a batch, the slicing of
+rotary embeddings, and the roll of multi-token prediction. Nothing else in Megatron depends on
+which rank holds which token.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+
+from megatron_splitkv.mcore import batch, mtp, rotary
+from megatron_splitkv.mcore.arguments import is_packed
+from megatron_splitkv.mcore.hooks import Replacement
+from megatron_splitkv.mcore.module import SplitKVAttention
+from megatron_splitkv.mcore.session import Session
+
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+_ROPE = f"{_EMBEDDINGS}.rope_utils"
+
+LOCAL_ATTENTION = "megatron.core.models.backends:LocalSpecProvider.core_attention"
+TE_ATTENTION = (
+    "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention"
+)
+BATCH = "megatron.core.utils:get_batch_on_this_cp_rank"
+ROTARY_SLICE = f"{_ROPE}:get_pos_emb_on_this_cp_rank"
+ROTARY_PACKED = f"{_ROPE}:_apply_rotary_pos_emb_thd"
+MTP_ROLL = "megatron.core.transformer.multi_token_prediction:roll_tensor"
+
+
+def splitkv_replacements(session: Session) -> list[Replacement]:
+    """The table, with our functions bound to the plans of one run."""
+
+    def attention(provider: object) -> type[SplitKVAttention]:
+        return session.attention
+
+    return [
+        Replacement(target=LOCAL_ATTENTION, function=attention, signature=("self",)),
+        Replacement(target=TE_ATTENTION, function=attention, signature=("self",)),
+        Replacement(
+            target=BATCH,
+            function=_with_book(session, batch.get_batch_on_this_cp_rank),
+            also=("megatron.training.training",),
+            signature=(
+                "batch",
+                "is_hybrid_cp",
+                "cp_group",
+                "hybrid_cp_group_func",
+                "use_per_sequence_balancing",
+            ),
+        ),
+        Replacement(
+            target=ROTARY_SLICE,
+            function=_with_book(session, rotary.get_pos_emb_on_this_cp_rank),
+            also=(
+                f"{_EMBEDDINGS}.rotary_pos_embedding",
+                f"{_EMBEDDINGS}.yarn_rotary_pos_embedding",
+            ),
+            signature=("pos_emb", "seq_dim", "cp_group"),
+        ),
+        Replacement(
+            target=ROTARY_PACKED,
+            function=_with_book(session, rotary.apply_rotary_pos_emb_thd),
+            signature=(
+                "t",
+                "cu_seqlens",
+                "freqs",
+                "rotary_interleaved",
+                "mla_rotary_interleaved",
+                "mscale",
+                "cp_group",
+                "multi_latent_attention",
+            ),
+        ),
+        Replacement(
+            target=MTP_ROLL,
+            function=_with_book(session, mtp.roll_tensor),
+            signature=("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
+        ),
+    ]
+
+
+def expected_calls(args: Namespace) -> list[str]:
+    """Targets that this rank must have called once it has trained for a step.
+
+    Args:
+        args: validated arguments, and the process groups they describe exist.
+    Returns:
+        Targets of `splitkv_replacements`. A stage in the middle of a pipeline gets no batch, and
+        rotary embeddings are sliced only if there is something to slice.
+    """
+    from megatron.core import parallel_state
+
+    stages = args.pipeline_model_parallel_size
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    is_te = args.transformer_impl == "transformer_engine"
+    expected = [TE_ATTENTION if is_te else LOCAL_ATTENTION]
+    if stage in (0, stages - 1):
+        expected.append(BATCH)
+    if args.position_embedding_type in ("rope", "yarn", "mrope"):
+        if is_packed(args):
+            expected.append(ROTARY_PACKED)
+        elif args.context_parallel_size > 1:
+            expected.append(ROTARY_SLICE)
+    if args.mtp_num_layers and stage == stages - 1:
+        expected.append(MTP_ROLL)
+    return expected
+
+
+def _with_book(session: Session, function: Callable[..., object]) -> Callable[..., object]:
+    """`function` with the run's plan book as its first argument."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        return function(session.book, *args, **kwargs)
+
+    return call

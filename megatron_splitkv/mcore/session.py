@@ -1,0 +1,85 @@
+"""One training run under Split-KV: its plans, its attention class, and its start-up line."""
+
+from argparse import Namespace
+
+from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.mcore.arguments import splitkv_config_from_args
+from megatron_splitkv.mcore.module import SplitKVAttention
+from megatron_splitkv.mcore.plans import PlanBook
+from megatron_splitkv.plan import Causal, Plan, Queries, Window
+from megatron_splitkv.plan.report import AttentionShape, report_plan
+
+
+class Session:
+    """What the hooks of a run share. Made before the arguments are known, configured by them."""
+
+    def __init__(self) -> None:
+        self._book: PlanBook | None = None
+        self._attention: type[SplitKVAttention] | None = None
+        self._num_hooks = 0
+        self._announces = False
+
+    def configure(self, args: Namespace, *, num_hooks: int) -> None:
+        """Takes the settings of the run from its validated arguments.
+
+        Args:
+            args: Megatron's, with ours.
+            num_hooks: replacements in force, for the start-up line.
+        """
+        self._book = PlanBook(splitkv_config_from_args(args), _placement_queries(args))
+        self._attention = SplitKVAttention.with_book(self._book, self._announce)
+        self._num_hooks = num_hooks
+        self._announces = args.rank == 0
+
+    @property
+    def book(self) -> PlanBook:
+        """The plans of this run."""
+        assert self._book is not None, "hooks were called before the arguments were validated"
+        return self._book
+
+    @property
+    def attention(self) -> type[SplitKVAttention]:
+        """The core attention of this run's layers."""
+        assert self._attention is not None, "a spec was built before the arguments were validated"
+        return self._attention
+
+    def _announce(self, plan: Plan, shape: AttentionShape) -> None:
+        """Prints the start-up line at the first attention call of the first rank."""
+        if self._announces:
+            self._announces = False
+            line = startup_line(plan, shape, self.book.config, num_hooks=self._num_hooks)
+            print(line, flush=True)
+
+
+def startup_line(
+    plan: Plan, shape: AttentionShape, config: SplitKVConfig, *, num_hooks: int
+) -> str:
+    """Names what is active, with the figures of the first plan.
+
+    Args:
+        plan: of the first microbatch.
+        shape: of one attention call, on one tensor-parallel rank.
+        config: settings of the run.
+        num_hooks: replacements in force.
+    Returns:
+        One line; bytes are those of one layer over all ranks of the context-parallel group.
+    """
+    report = report_plan(plan, shape, config)
+    return (
+        f"splitkv: impl=splitkv cp={plan.cp_size} block_size={plan.block_size} "
+        f"stages={min(config.num_stages, max(1, plan.cp_size - 1))} "
+        f"partial_dtype={config.partial_dtype} "
+        f"imbalance={report.cost_max_over_mean - 1:.1%} "
+        f"bytes/layer fwd={_megabytes(report.bytes_forward)} "
+        f"bwd={_megabytes(report.bytes_backward)} hooks={num_hooks}"
+    )
+
+
+def _megabytes(by_rank: tuple[int, ...]) -> str:
+    return f"{sum(by_rank) / 1e6:.2f}MB"
+
+
+def _placement_queries(args: Namespace) -> Queries:
+    """The mask that placement balances: the window if every layer has it, else causal."""
+    window, skip = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
+    return Window(window[0] + 1) if window and skip is None else Causal()

@@ -1,0 +1,92 @@
+"""Faults of megatron-core 0.19.2 that stand between a user and a run, each fixed by one hook.
+
+Each entry says what breaks, where, and why the fix is safe. None changes the mathematics of a run
+that already works.
+"""
+
+import importlib.util
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_splitkv.mcore.arguments import is_packed
+from megatron_splitkv.mcore.hooks import Replacement
+
+
+def wheel_replacements() -> list[Replacement]:
+    """Fixes that a pip-installed Megatron needs whatever the context-parallel implementation.
+
+    `compile_helpers` runs `make` in the datasets folder at start. The wheel ships the built
+    extension but no Makefile, so `make` fails and the process exits. Where the extension is there
+    and the Makefile is not, there is nothing to compile.
+    """
+    spec = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
+    if spec is None or spec.origin is None or (Path(spec.origin).parent / "Makefile").exists():
+        return []
+    return [
+        Replacement(
+            target="megatron.core.datasets.utils:compile_helpers",
+            function=_already_compiled,
+            signature=(),
+            required=False,
+        )
+    ]
+
+
+def packed_replacements() -> list[Replacement]:
+    """Fixes for packed documents under pipeline parallelism."""
+    return [
+        Replacement(
+            target="megatron.core.datasets.blended_megatron_dataset_builder"
+            ":BlendedMegatronDatasetBuilder.__init__",
+            function=_build_on_every_stage,
+            signature=("self", "cls", "sizes", "is_built_on_rank", "config"),
+            wraps=True,
+            required=False,
+        )
+    ]
+
+
+def allow_packed_microbatches(args: Namespace) -> None:
+    """Lets several packed sequences of one microbatch pass between pipeline stages.
+
+    A packed microbatch is flattened to `[1, b * s, h]`, but without variable lengths the stages
+    agree on `[s, b, h]` and the second one fails. `validate_args` always clears the setting, so it
+    is set afterwards. Every stage then sends its shape before its tensor.
+
+    Args:
+        args: validated arguments, changed in place.
+    """
+    if is_packed(args) and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
+        args.variable_seq_lengths = True
+        if args.num_experts is None:  # the config's check of the dispatcher is for MoE models
+            args.moe_token_dispatcher_type = "alltoall"
+
+
+def _already_compiled() -> None:
+    """Stands for `compile_helpers` where the built extension came with the wheel."""
+
+
+def _build_on_every_stage(
+    original: Callable[..., None],
+    self: object,
+    cls: type,
+    sizes: list[int],
+    is_built_on_rank: Callable[[], bool],
+    config: Any,  # noqa: ANN401 - a dataset config of the script's choosing
+) -> None:
+    """Gives middle pipeline stages the dataset: they need the document lengths of each microbatch.
+
+    The pretraining script builds it there only for SFT, and a middle stage then reads from None.
+    Tensor-parallel ranks above 0 get the batch by broadcast, as before.
+    """
+    from megatron.core import parallel_state
+
+    if getattr(config, "inter_document_masking", False):
+
+        def first_tensor_rank() -> bool:
+            return parallel_state.get_tensor_model_parallel_rank() == 0
+
+        is_built_on_rank = first_tensor_rank
+    original(self, cls, sizes, is_built_on_rank, config)
