@@ -16,6 +16,8 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export OMP_NUM_THREADS ?= 2
 export OMP_WAIT_POLICY ?= passive
 PYTEST_ARGS ?=
+# A hang ends: each test has its own limit (pyproject.toml), the whole run this one. Without a
+# terminal the processes that the tests started end with it.
 PYTEST_LIMIT_S ?= 1200
 
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -30,7 +32,8 @@ example: build
 	bash examples/long_context_gpt.sh
 
 test: build lint isa cuda
-	timeout --kill-after=30 $(PYTEST_LIMIT_S) python -m pytest $(PYTEST_ARGS)
+	timeout --verbose $(if $(CI),,--foreground) --kill-after=30 $(PYTEST_LIMIT_S) \
+	    python -m pytest $(PYTEST_ARGS)
 
 venv:
 	tools/make_venv.sh
