@@ -88,9 +88,9 @@ class ProcessGroupTransport:
 
     def all_gather(self, rows: Tensor) -> Pending:
         """See `Transport.all_gather`."""
-        gathered = rows.new_empty(self.size, *rows.shape)
+        gathered = rows.new_empty(self.size * len(rows), rows.shape[1])
         work = dist.all_gather_into_tensor(gathered, rows, group=self.group, async_op=True)
-        return _pending(gathered, work)
+        return _pending(gathered.view(self.size, *rows.shape), work)
 
 
 def _pending(tensor: Tensor, work: dist.Work | None) -> Pending:
