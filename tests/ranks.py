@@ -98,7 +98,7 @@ class Outputs:
         for name in ("out", "lse", *GRADIENT_NAMES):
             tensor = getattr(self, name)
             if tensor is not None:
-                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
 
