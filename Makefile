@@ -12,9 +12,6 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
-# Several processes share few cores in the tests: two threads each, and none spins while it waits.
-export OMP_NUM_THREADS ?= 2
-export OMP_WAIT_POLICY ?= passive
 PYTEST_ARGS ?=
 # A hang ends: each test has its own limit (pyproject.toml), the whole run this one. Without a
 # terminal the processes that the tests started end with it.
@@ -31,6 +28,9 @@ INSTALLED := .venv/installed
 example: build
 	bash examples/long_context_gpt.sh
 
+# Several processes share few cores in the tests: two threads each, and none spins while it waits.
+test: export OMP_NUM_THREADS ?= 2
+test: export OMP_WAIT_POLICY ?= passive
 test: build lint isa cuda
 	timeout --verbose $(if $(CI),,--foreground) --kill-after=30 $(PYTEST_LIMIT_S) \
 	    python -m pytest $(PYTEST_ARGS)
