@@ -152,13 +152,14 @@ class _SplitKVAttention(torch.autograd.Function):
         q, k, v, block_k, block_v, sink, out, lse = ctx.saved_tensors
         call: _Call = ctx.call
         padding = call.layout.query_padding
-        dout = torch.zeros_like(out) if dout is None else _clear_padding(dout, padding)
+        # `out.sum()` gives one expanded number, and kernels need dense rows.
+        dout = torch.zeros_like(out) if dout is None else _clear_padding(dout, padding).contiguous()
         delta = (dout.float() * out.float()).sum(-1)
         if dlse is not None:
             delta -= _clear_padding(dlse, padding)
         rows = _BackwardRows(dout=dout, q=q, lse=lse, delta=delta)
         grads = _backward(rows, k, v, block_k, block_v, ctx.kept_queries, call)
-        dsink = None if sink is None else -(torch.exp(sink - lse) * delta).sum(0).to(sink.dtype)
+        dsink = None if sink is None else -(_weight(sink, lse) * delta).sum(0).to(sink.dtype)
         return *grads, dsink, None
 
 
@@ -297,8 +298,13 @@ def _run_stages(
 def _merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
     """Adds one key of logit `sink` and value 0 to every row, in place."""
     total = torch.logaddexp(lse, sink)
-    out.mul_(torch.exp(lse - total)[..., None])
+    out.mul_(_weight(lse, total)[..., None])
     lse.copy_(total)
+
+
+def _weight(lse: Tensor, total: Tensor) -> Tensor:
+    """Share `exp(lse - total)` of a part in the whole; 0 where the whole is empty."""
+    return torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
 
 
 def _clear_padding(tensor: Tensor, padding: Tensor | None) -> Tensor:

@@ -72,6 +72,15 @@ def block_mask(plan: Plan) -> np.ndarray:
     return block[:, None] == block[None, :]
 
 
+def pad_rows(plan: Plan) -> np.ndarray:
+    """Which query rows are pads, `[num_rows]` bool."""
+    if not plan.is_self_attention:
+        return np.zeros(sum(plan.query_rows), dtype=bool)
+    lengths = zip(plan.doc_lens, plan.padded_lens, strict=True)
+    pads = [np.arange(padded) >= length for length, padded in lengths]
+    return np.concatenate(pads or [np.zeros(0, dtype=bool)])
+
+
 def owner_of_tokens(plan: Plan) -> np.ndarray:
     """Rank of each KV token, `[num_tokens]`; asserts that each token lives exactly once."""
     starts = np.concatenate([[0], np.cumsum(plan.padded_lens)]).astype(np.int64)

@@ -14,8 +14,8 @@ from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout, shard_rows, unshard_rows
 from megatron_splitkv.plan import Anchors, Plan, Queries
 from tests import oracle
-from tests.packs import block_mask, owner_of_rows, plan_mask
-from tests.tolerances import BY_DTYPE, Tolerance
+from tests.packs import block_mask, owner_of_rows, pad_rows, plan_mask
+from tests.tolerances import BY_DTYPE, GRADIENT_BY_DTYPE, Tolerance
 
 GRADIENT_NAMES = ("dq", "dk", "dv", "dblock_k", "dblock_v", "dsink")
 
@@ -37,7 +37,7 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    dout: Tensor
+    dout: Tensor | None
     dlse: Tensor | None = None
     block_k: Tensor | None = None
     block_v: Tensor | None = None
@@ -57,7 +57,9 @@ def random_inputs(
     *,
     seed: int = 0,
     has_sink: bool = False,
+    has_dout: bool = True,
     has_dlse: bool = False,
+    softmax_scale: float | None = None,
 ) -> Inputs:
     """N(0, 1) rounded to `dtype`, own-block keys when the plan has anchors."""
     generator = torch.Generator().manual_seed(seed)
@@ -71,11 +73,12 @@ def random_inputs(
         q=normal(rows, heads.q, heads.dim_qk),
         k=normal(tokens, heads.kv, heads.dim_qk),
         v=normal(tokens, heads.kv, heads.dim_v),
-        dout=normal(rows, heads.q, heads.dim_v),
+        dout=normal(rows, heads.q, heads.dim_v) if has_dout else None,
         dlse=normal(rows, heads.q).float() if has_dlse else None,
         block_k=normal(rows, heads.kv, heads.dim_qk) if is_anchored else None,
         block_v=normal(rows, heads.kv, heads.dim_v) if is_anchored else None,
         sink=normal(heads.q).float() if has_sink else None,
+        softmax_scale=softmax_scale,
     )
 
 
@@ -254,10 +257,12 @@ def dense(plan: Plan, inputs: Inputs, queries: Queries | None = None) -> Outputs
         for x, rows in zip(inputs.leaves, unused, strict=True)
     ]
     out, lse = _dense_softmax(leaves, mask, scale)
-    loss = (out * _fp64(inputs.dout, ~is_row)).sum()
+    loss = out.sum() * 0.0
+    if inputs.dout is not None:
+        loss = loss + (out * _fp64(inputs.dout, ~is_row)).sum()
     if inputs.dlse is not None:
-        is_finite = lse > -torch.inf
-        loss = loss + (lse[is_finite] * inputs.dlse.double()[is_finite]).sum()
+        is_used = (lse > -torch.inf) & ~torch.from_numpy(pad_rows(plan))[:, None]
+        loss = loss + (lse[is_used] * inputs.dlse.double()[is_used]).sum()
     given = [leaf for leaf in leaves if leaf is not None]
     grads = iter(torch.autograd.grad(loss, given, materialize_grads=True))
     named = {
@@ -300,9 +305,10 @@ def assert_outputs(
 ) -> None:
     """Compares every result apart; `tolerances` replaces that of a name, as in `out=BF16`."""
     oracle.assert_lse_matches(got.lse, expected.lse)
-    for name in ("out", *GRADIENT_NAMES):
+    oracle.assert_matches("out", got.out, expected.out, tolerances.get("out", BY_DTYPE[dtype]))
+    for name in GRADIENT_NAMES:
         mine, theirs = getattr(got, name), getattr(expected, name)
         assert (mine is None) == (theirs is None), name
         if mine is not None:
-            kind = torch.float32 if name == "dsink" else dtype
-            oracle.assert_matches(name, mine, theirs, tolerances.get(name, BY_DTYPE[kind]))
+            tolerance = tolerances.get(name, GRADIENT_BY_DTYPE[dtype])
+            oracle.assert_matches(name, mine, theirs, tolerance)
