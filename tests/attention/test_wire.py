@@ -1,0 +1,149 @@
+"""What travels: bytes equal the report's prediction, options change bytes and not results."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_splitkv.comm import ThreadGroup
+from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.plan import Anchors, Causal, Full, Plan, Suffix, Window, make_plan
+from megatron_splitkv.plan.report import AttentionShape, report_plan
+from tests.ranks import (
+    Heads,
+    Inputs,
+    Outputs,
+    RankCall,
+    RecordingTransport,
+    assert_outputs,
+    dense,
+    join_ranks,
+    random_inputs,
+    run_simulated,
+)
+from tests.tolerances import BF16, FP32, GRADIENT_BY_DTYPE
+
+HEADS = Heads(q=3, kv=1, dim_qk=5, dim_v=8)  # no field fills its 16 bytes by chance
+ANCHORS = Anchors(((0, 3, 60), (100, 128)), 4)
+
+
+def run_recorded(
+    plan: Plan, inputs: Inputs, config: SplitKVConfig
+) -> tuple[Outputs, list[tuple[int, int]], list[list[tuple]]]:
+    """Results, bytes that each rank sent (forward, backward), and its collectives."""
+
+    def body(inner):
+        transport = RecordingTransport(inner)
+        call = RankCall(plan, inputs, transport, config)
+        call.forward()
+        forward = transport.bytes_sent
+        call.backward()
+        return call.parts, (forward, transport.bytes_sent - forward), transport.calls
+
+    parts, sent, calls = zip(*ThreadGroup(plan.cp_size).run(body), strict=True)
+    return join_ranks(plan, parts), list(sent), list(calls)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("queries", [Causal(), Window(9), Full(), Suffix(20), ANCHORS], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_are_those_of_the_report(cp_size, queries, dtype):
+    plan = make_plan([60, 128], cp_size, queries=queries, block_size=8)
+    inputs = random_inputs(plan, HEADS, dtype)
+    shape = AttentionShape(
+        num_heads_q=HEADS.q, head_dim_qk=HEADS.dim_qk, head_dim_v=HEADS.dim_v,
+        dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype],
+    )  # fmt: skip
+    for num_stages in (1, 2, 4):
+        for options in ({}, {"keep_queries": True}, {"partial_dtype": "bf16"}):
+            config = SplitKVConfig(num_stages=num_stages, **options)
+            _, sent, _ = run_recorded(plan, inputs, config)
+            report = report_plan(plan, shape, config)
+            assert [forward for forward, _ in sent] == list(report.bytes_forward)
+            assert [backward for _, backward in sent] == list(report.bytes_backward)
+
+
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_one_all_gather_where_all_need_all(length):
+    plan = make_plan([length], 4, queries=Full(), block_size=256)
+    inputs = random_inputs(plan, Heads(q=1, kv=1, dim_qk=4, dim_v=4))
+    _, sent, calls = run_recorded(plan, inputs, SplitKVConfig(num_stages=1))
+    kinds = [[name for name, *_ in rank] for rank in calls]
+    assert kinds == [["all_gather", "exchange"] * 2] * 4
+    rows = 3 * length // 4
+    assert sent == [(rows * (16 + 16 + 16), rows * (16 + 16 + 16 + 16 + 16))] * 4
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    "queries", [Suffix(16), Anchors(((0, 100, 128, 256),), 4)], ids=["suffix", "anchors"]
+)
+def test_bytes_do_not_grow_with_the_context(num_stages, queries):
+    """The same query rows, twice and four times the keys, spread so that all ranks are needed."""
+    sent = []
+    for times in (1, 2, 4):
+        spec = queries
+        if isinstance(queries, Anchors):
+            anchors = tuple(anchor * times for anchor in queries.positions[0])
+            spec = Anchors((anchors,), queries.rows_per_anchor)
+        plan = make_plan([256 * times], 4, queries=spec, block_size=4 * times)
+        inputs = random_inputs(plan, HEADS)
+        got, bytes_sent, _ = run_recorded(plan, inputs, SplitKVConfig(num_stages=num_stages))
+        assert_outputs(got, dense(plan, inputs))
+        sent.append(bytes_sent)
+    assert sent[0] == sent[1] == sent[2]
+    assert sum(forward for forward, _ in sent[0]) > 0
+
+
+def test_documents_on_one_rank_send_nothing():
+    plan = make_plan([32] * 8, 4, block_size=32)
+    _, sent, calls = run_recorded(plan, random_inputs(plan, HEADS), SplitKVConfig(num_stages=3))
+    assert sent == [(0, 0)] * 4
+    assert [len(rank) for rank in calls] == [12] * 4, "the collectives run all the same"
+
+
+@pytest.mark.parametrize("queries", [Causal(), ANCHORS], ids=["causal", "anchors"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_kept_queries_change_no_bit(queries, num_stages):
+    plan = make_plan([60, 128], 4, queries=queries, block_size=8)
+    inputs = random_inputs(plan, HEADS, has_dlse=True)
+    config = SplitKVConfig(num_stages=num_stages)
+    first = run_simulated(plan, inputs, config)
+    second = run_simulated(plan, inputs, replace(config, keep_queries=True))
+    assert first.fingerprint() == second.fingerprint()
+
+
+@pytest.mark.parametrize("queries", [Causal(), Full(), ANCHORS], ids=str)
+@pytest.mark.parametrize("cp_size", [2, 8])
+def test_bf16_partials_stay_within_a_rounding(queries, cp_size):
+    """Only out and dq travel in bf16; lse and dv come out as with fp32, dk sees delta."""
+    plan = make_plan([60, 128], cp_size, queries=queries, block_size=8)
+    inputs = random_inputs(plan, Heads(q=4, kv=2, dim_qk=16, dim_v=16), has_dlse=True)
+    config = SplitKVConfig(partial_dtype="bf16")
+    rounded = GRADIENT_BY_DTYPE[torch.bfloat16]
+    expected = dense(plan, inputs)
+    got = run_simulated(plan, inputs, config)
+    assert_outputs(
+        got, expected, out=BF16, dq=rounded, dk=rounded, dv=FP32, dblock_k=rounded, dblock_v=FP32
+    )
+    travelled = (got.out.double() - expected.out).norm() / expected.out.norm()
+    assert travelled > 1e-4, "the option must have an effect"
+
+
+def test_partials_of_one_rank_are_never_rounded():
+    plan = make_plan([60, 128], 1)
+    inputs = random_inputs(plan, HEADS)
+    assert_outputs(
+        run_simulated(plan, inputs, SplitKVConfig(partial_dtype="bf16")), dense(plan, inputs)
+    )
+
+
+@pytest.mark.parametrize("partial_dtype", ["fp32", "bf16"])
+def test_every_rank_runs_the_same_collectives(partial_dtype):
+    plan = make_plan([60, 128, 1], 4, block_size=8)
+    config = SplitKVConfig(num_stages=2, partial_dtype=partial_dtype)
+    _, _, calls = run_recorded(plan, random_inputs(plan, HEADS), config)
+    assert len({tuple(call[:2] for call in rank) for rank in calls}) == 1
+    for step in range(len(calls[0])):
+        for rank, peer in ((r, p) for r in range(4) for p in range(4)):
+            assert calls[rank][step][2][peer] == calls[peer][step][3][rank]
