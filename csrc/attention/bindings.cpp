@@ -139,6 +139,7 @@ PYBIND11_MODULE(_kernels, m) {
     bind_ops(m);
     m.def("cpu_isas", &splitkv::cpu::isa_names,
           "Instruction sets this machine can run, best first, parted by spaces");
+    m.def("current_cpu_isa", &splitkv::cpu::current_isa_name, "The instruction set in use");
     m.def("force_cpu_isa", &splitkv::cpu::force_isa, py::arg("name"),
           "For debugging and tests: use this instruction set; 'auto' restores the best one");
 }

@@ -18,6 +18,9 @@ void merge(const MergeParams& params);
 // Names of the instruction sets that this machine runs, best first, parted by spaces.
 std::string isa_names();
 
+// Name of the instruction set in use.
+std::string current_isa_name();
+
 // Debugging: later calls use the named instruction set; "auto" restores the best one.
 // Throws std::invalid_argument for a name outside isa_names().
 void force_isa(const std::string& name);

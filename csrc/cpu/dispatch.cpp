@@ -44,6 +44,8 @@ std::string isa_names() {
     return names;
 }
 
+std::string current_isa_name() { return current_isa().name; }
+
 void force_isa(const std::string& name) {
     if (name == "auto") {
         forced_isa.store(nullptr, std::memory_order_release);

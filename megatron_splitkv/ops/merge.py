@@ -8,6 +8,7 @@ from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     OP_NAMESPACE,
     as_rows,
+    check_no_grad,
     check_tensor,
     cpu_launch,
     refusal,
@@ -45,7 +46,8 @@ def merge_partials_(
             part_slots, never decreasing.
         part_slots: rows of part_out and part_lse, int32.
     Raises:
-        ValueError: shapes, dtypes, devices or strides disagree, or a slot is outside `[0, R)`.
+        ValueError: shapes, dtypes, devices or strides disagree, a slot is outside `[0, R)`, or an
+            argument requires a gradient.
         UnsupportedError: there is no kernel for the device of out.
     Source: online softmax, Milakov and Gimelshein 2018.
     """
@@ -60,6 +62,7 @@ def merge_partials_(
     check_tensor("part_lse", part_lse, shape=part_lse_shape, dtypes=fp32, device=device)
     check_tensor("part_ptr", part_ptr, shape=(num_rows + 1,), dtypes=int32, device=device)
     check_tensor("part_slots", part_slots, shape=(-1,), dtypes=int32, device=device)
+    check_no_grad("merge_partials_", out=out, lse=lse, part_out=part_out, part_lse=part_lse)
     torch.ops.megatron_splitkv.merge_partials_.default(
         out, lse, part_out, part_lse, part_ptr, part_slots
     )

@@ -52,6 +52,22 @@ def check_tensor(
         raise ValueError(f"{name} is not contiguous; pass {name}.contiguous()")
 
 
+def check_no_grad(op: str, **tensors: Tensor) -> None:
+    """Refuses to lose a gradient in silence: the ops have none of their own.
+
+    Raises:
+        ValueError: gradients are being recorded and one of the tensors requires one.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            raise ValueError(
+                f"{op} got {name} with requires_grad=True, but the gradient of a partial needs the "
+                "merged result; call megatron_splitkv.splitkv_attention, or use torch.no_grad()"
+            )
+
+
 def refusal(op: str, tensor: Tensor) -> UnsupportedError:
     """The error of an op on a device for which no kernel is registered."""
     return UnsupportedError(
@@ -61,7 +77,7 @@ def refusal(op: str, tensor: Tensor) -> UnsupportedError:
 
 
 def as_rows(tensor: Tensor) -> _kernels.Rows:
-    """A `[rows, heads, dim]` or `[rows, heads]` tensor as the kernels see it."""
+    """A `[rows, heads, dim]` or `[rows, heads]` tensor as the kernels see it: its address."""
     rows, heads = tensor.shape[:2]
     return _kernels.Rows(
         data=tensor.data_ptr(),
@@ -75,7 +91,10 @@ def as_rows(tensor: Tensor) -> _kernels.Rows:
 
 
 def cpu_launch(workspace: Tensor | None) -> _kernels.Launch:
-    """Runs a kernel on the CPU with as many threads as torch uses."""
+    """Runs a kernel on the CPU with as many threads as torch uses.
+
+    The launch holds an address: the caller keeps `workspace` alive until the kernel has returned.
+    """
     return _kernels.Launch(
         device=_kernels.Device.cpu,
         stream=0,

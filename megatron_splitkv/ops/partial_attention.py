@@ -13,6 +13,7 @@ from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     OP_NAMESPACE,
     as_rows,
+    check_no_grad,
     check_tensor,
     cpu_launch,
     refusal,
@@ -62,11 +63,13 @@ def partial_attention(
         out `[Tq, Hq, Dv]` in out_dtype and lse `[Tq, Hq]` fp32, natural log. A row that sees no
         key has out = 0 and lse = -inf.
     Raises:
-        ValueError: shapes, dtypes, devices or strides disagree, or an interval leaves `[0, Tk)`.
+        ValueError: shapes, dtypes, devices or strides disagree, an interval leaves `[0, Tk)`, or
+            an argument requires a gradient (see `attention.py` for the op that has one).
         UnsupportedError: there is no kernel for the device of q.
     Source: online softmax, Milakov and Gimelshein 2018; tiling, FlashAttention, Dao et al. 2022.
     """
     _check_attention_inputs(q, k, v, kv_begin, kv_end)
+    check_no_grad("partial_attention", q=q, k=k, v=v)
     if out_dtype not in INPUT_DTYPES:
         raise ValueError(f"out_dtype={out_dtype} must be float32, bfloat16 or float16")
     return torch.ops.megatron_splitkv.partial_attention.default(
@@ -110,7 +113,8 @@ def partial_attention_backward(
         dq `[Tq, Hq, D]`, fp32; 0 for a row that sees no local key or has lse = -inf, whose q and
         dout are never read.
     Raises:
-        ValueError: shapes, dtypes, devices or strides disagree, or an interval leaves `[0, Tk)`.
+        ValueError: shapes, dtypes, devices or strides disagree, an interval leaves `[0, Tk)`, or
+            an argument requires a gradient (see `attention.py` for the op that has one).
         UnsupportedError: there is no kernel for the device of q.
     """
     _check_attention_inputs(q, k, v, kv_begin, kv_end)
@@ -126,6 +130,7 @@ def partial_attention_backward(
     )
     for name, tensor, shape, dtypes in shapes:
         check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=q.device)
+    check_no_grad("partial_attention_backward", dout=dout, q=q, k=k, v=v)
     return torch.ops.megatron_splitkv.partial_attention_backward.default(
         dout, q, k, v, lse, delta, kv_begin, kv_end, dk, dv, softmax_scale=softmax_scale
     )

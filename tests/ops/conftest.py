@@ -1,0 +1,34 @@
+"""Every test of this folder runs with `torch.empty` filled with NaN, also inside the ops."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import megatron_splitkv._kernels as _kernels
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty() -> Iterator[None]:
+    """Outputs and workspaces start as NaN: what a kernel forgets to write shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(7).isnan().all()
+    assert torch.empty(28, dtype=torch.uint8).view(torch.float32).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def restored_isa() -> Iterator[None]:
+    """Undoes `force_cpu_isa`."""
+    yield
+    _kernels.force_cpu_isa("auto")
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    """Undoes `torch.set_num_threads`."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
