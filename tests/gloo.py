@@ -8,6 +8,7 @@ fast and safe. A failure or a timeout ends the pool; the next test starts a fres
 import atexit
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,13 @@ from tempfile import mkdtemp
 from typing import Any
 
 TIMEOUT_S = 60.0
-PRELOADED = ["torch", "torch.distributed", "numpy", "megatron_splitkv.attention", "tests.ranks"]
+PRELOADED = [  # what ranks would else import one by one; torch's is for its deterministic mode
+    "pytest",
+    "hypothesis.strategies",
+    "torch._inductor.config",
+    "megatron_splitkv.attention",
+    "tests.ranks",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +55,14 @@ def _serve(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
     )  # fmt: skip
     while True:
         try:
-            body, arguments = pipe.recv()
+            body, arguments = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)  # not the group's clean-up: other ranks may be gone already
         try:
-            pipe.send(Outcome(value=body(*arguments)))
+            outcome = Outcome(value=body(*arguments))
         except Exception:
-            pipe.send(Outcome(error=f"rank {rank} of {size}:\n{traceback.format_exc()}"))
+            outcome = Outcome(error=f"rank {rank} of {size}:\n{traceback.format_exc()}")
+        pipe.send_bytes(pickle.dumps(outcome))  # by value: pipe.send would share file descriptors
 
 
 class _Pool:
@@ -76,8 +84,9 @@ class _Pool:
 
     def run(self, body: Callable[..., Any], arguments: tuple, timeout_s: float) -> list[Outcome]:
         """Runs `body(*arguments)` on every rank; stops early once a rank has failed."""
+        message = pickle.dumps((body, arguments))
         for pipe in self.pipes:
-            pipe.send((body, arguments))
+            pipe.send_bytes(message)
         outcomes = [Outcome(is_done=False)] * len(self.pipes)
         deadline = time.monotonic() + timeout_s
         while waiting := [
@@ -89,7 +98,7 @@ class _Pool:
             for pipe in ready:
                 rank = self.pipes.index(pipe)
                 try:
-                    outcomes[rank] = pipe.recv()
+                    outcomes[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
                     code = self.processes[rank].exitcode
                     outcomes[rank] = Outcome(error=f"rank {rank} died with exit code {code}")
