@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megatron_splitkv.errors import UnsupportedError
 from megatron_splitkv.mcore import (
     arguments,
@@ -82,6 +84,7 @@ def main(argv: Sequence[str]) -> None:
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
         runpy.run_path(script, run_name="__main__")
         launcher.finish()
+        launcher.leave_groups()
     finally:
         launcher.uninstall()
 
@@ -140,6 +143,16 @@ class Launcher:
                 "called, so the run did not use it; call Megatron's function of that name in the "
                 "script, or run with --context-parallel-impl megatron"
             )
+
+    def leave_groups(self) -> None:
+        """Ends the process groups of a script that did not.
+
+        Left to the interpreter's exit, their threads now and then abort a run that succeeded.
+        """
+        if self._session is not None:
+            self._session.forget_plans()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
     def uninstall(self) -> None:
         """Puts back what `install` changed, last first."""

@@ -110,6 +110,13 @@ class PlanBook:
         key = (plan, cp_group, device, queries)
         return self._contexts.get(key, build)
 
+    def forget(self) -> None:
+        """Drops everything that was remembered, and with it the process groups."""
+        self._plans = _Memo[Plan]()
+        self._contexts = _Memo[SplitKVContext]()
+        self._by_tensor.clear()
+        self._checked_groups.clear()
+
     def _plan(self, doc_lens: list[int], cp_size: int) -> Plan:
         return make_plan(
             doc_lens,

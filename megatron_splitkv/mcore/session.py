@@ -43,6 +43,11 @@ class Session:
         assert self._attention is not None, "a spec was built before the arguments were validated"
         return self._attention
 
+    def forget_plans(self) -> None:
+        """Lets go of the process groups that plans refer to."""
+        if self._book is not None:
+            self._book.forget()
+
     def _announce(self, plan: Plan, shape: AttentionShape) -> None:
         """Prints the start-up line at the first attention call of the first rank."""
         if self._announces:

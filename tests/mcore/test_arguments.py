@@ -1,0 +1,242 @@
+"""Our arguments on Megatron's parser: values, refusals and what they say."""
+
+import argparse
+import shlex
+
+import pytest
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.errors import UnsupportedError
+from megatron_splitkv.mcore import arguments, cpu_arguments
+
+BASE = (
+    "--context-parallel-impl splitkv --context-parallel-size 2 --num-layers 2 --hidden-size 32 "
+    "--num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
+    "--position-embedding-type rope --no-rope-fusion --attention-dropout 0 "
+)
+PACKED = "--dataloader-inter-document-masking "
+PER_TOKEN = "--calculate-per-token-loss "
+
+
+@pytest.fixture(scope="module")
+def parser():
+    megatron = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return arguments.add_splitkv_args(megatron)
+
+
+@pytest.fixture
+def parse(parser):
+    return lambda extra="": parser.parse_args(shlex.split(BASE + extra))
+
+
+def test_defaults_are_those_of_the_config(parse):
+    assert arguments.splitkv_config_from_args(parse()) == SplitKVConfig()
+
+
+def test_every_argument_reaches_the_config(parse):
+    args = parse(
+        "--splitkv-block-size 128 --splitkv-stages 2 --splitkv-partial-dtype bf16 "
+        "--splitkv-keep-queries --splitkv-balance-tolerance 0.05 --splitkv-check-plan always "
+        "--splitkv-mtp-normalization megatron"
+    )
+    assert arguments.splitkv_config_from_args(args) == SplitKVConfig(
+        block_size=128,
+        num_stages=2,
+        partial_dtype="bf16",
+        keep_queries=True,
+        balance_tolerance=0.05,
+        check_plan="always",
+        mtp_normalization="megatron",
+    )
+
+
+def test_default_implementation_is_megatron():
+    assert arguments.requested_impl(["--lr", "1"]) == "megatron"
+    assert arguments.requested_impl(["--context-parallel-impl", "splitkv"]) == "splitkv"
+    assert arguments.requested_impl(["--context-parallel-impl=splitkv", "x"]) == "splitkv"
+
+
+def test_unknown_implementation_is_one_line():
+    with pytest.raises(ValueError, match=r"impl ring is unknown; choose one of megatron, splitkv"):
+        arguments.requested_impl(["--context-parallel-impl", "ring"])
+
+
+def test_yaml_is_refused():
+    with pytest.raises(UnsupportedError, match=r"--yaml-cfg run.yaml bypasses the checks"):
+        arguments.check_command_line(["--yaml-cfg", "run.yaml"])
+    arguments.check_command_line(["--lr", "1"])
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("--splitkv-block-size 96", r"block_size=96 must be a positive multiple of 64 .* use 128"),
+        ("--splitkv-partial-dtype int8", r"partial_dtype='int8' is unknown; choose one of fp32"),
+        ("--splitkv-stages 0", r"num_stages=0 must be at least 1"),
+        ("--splitkv-balance-tolerance 2", r"balance_tolerance=2.0 must lie in \[0, 1\]"),
+        ("--splitkv-check-plan never", r"check_plan='never' is unknown"),
+        ("--context-parallel-impl ring", r"impl ring is unknown"),
+        ("--context-parallel-size 3", r"--seq-length=64 must be a multiple of 2 .*=6.* use 66"),
+        (PACKED, r"packed documents with --context-parallel-size=2 needs --calculate-per-token"),
+        ("--sft", r"packed documents .* add --calculate-per-token-loss"),
+        ("--eod-mask-loss", r"--eod-mask-loss .* needs --calculate-per-token-loss"),
+    ],
+)
+def test_bad_values(parse, extra, message):
+    with pytest.raises(ValueError, match=message):
+        arguments.validate_splitkv_args(parse(extra))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("--attention-dropout 0.1", r"--attention-dropout=0.1 .* set --attention-dropout 0"),
+        ("--hybrid-context-parallel", r"groups change with each microbatch; leave it out"),
+        ("--hierarchical-context-parallel-sizes 1 2", r"one flat group"),
+        ("--hybrid-layer-pattern M*M*", r"--hybrid-layer-pattern=M\*M\* .* attention layers only"),
+        ("--hybrid-override-pattern M*", r"--hybrid-override-pattern=M\*"),
+        ("--is-hybrid-model", r"--is-hybrid-model=True"),
+        ("--experimental-attention-variant gated_delta_net", r"variant=gated_delta_net"),
+        ("--experimental-attention-variant dsa", r"variant=dsa .* use softmax attention"),
+        ("--reset-attention-mask", r"a dense mask .* use --dataloader-inter-document-masking"),
+        ("--attention-backend local --spec local", r"--attention-backend=local .* leave it out"),
+        ("--transformer-impl inference_optimized", r"use local or transformer_engine"),
+        ("--use-kitchen-attention", r"it is another attention"),
+        ("--qk-clip", r"--qk-clip=True .* maximum logits"),
+        ("--log-max-attention-logit", r"--log-max-attention-logit=True"),
+        ("--position-embedding-type relative", r"relative positions, alibi"),
+        ("--cuda-graph-impl local", r"--cuda-graph-impl=local .* planned anew"),
+        ("--enable-cuda-graph", r"--enable-cuda-graph=True"),
+        ("--external-cuda-graph", r"--external-cuda-graph=True"),
+        ("--logits-load-dir d", r"--logits-load-dir=d .* order of tokens"),
+        ("--logits-save-dir d", r"--logits-save-dir=d"),
+        ("--perform-rl-step", r"--perform-rl-step=True"),
+        (
+            PACKED + PER_TOKEN + "--micro-batch-size 2 --num-experts 4 "
+            "--moe-router-load-balancing-type seq_aux_loss",
+            r"--micro-batch-size=2 .* use aux_loss, or --micro-batch-size 1",
+        ),
+        (
+            PACKED + PER_TOKEN + "--micro-batch-size 2 --num-experts 4 "
+            "--pipeline-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+            r"dispatcher-type=allgather .* use alltoall",
+        ),
+        (PACKED + PER_TOKEN + "--overlap-moe-expert-parallel-comm", r"drops the document bounds"),
+    ],
+)
+def test_refusals_name_setting_value_and_way_out(parse, extra, message):
+    with pytest.raises(UnsupportedError, match=message):
+        arguments.validate_splitkv_args(parse(extra))
+
+
+def test_fused_rotary_with_latent_attention_is_refused(parse):
+    args = parse("--multi-latent-attention")
+    args.apply_rope_fusion = True
+    with pytest.raises(UnsupportedError, match=r"add --no-rope-fusion"):
+        arguments.validate_splitkv_args(args)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "",
+        PACKED + PER_TOKEN,
+        "--sft " + PER_TOKEN,
+        "--multi-latent-attention",
+        "--context-parallel-size 1 --seq-length 63",
+        "--eod-mask-loss --context-parallel-size 1",
+        "--softmax-type learnable",
+        "--window-size 16,0",
+        PACKED + PER_TOKEN + "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss",
+    ],
+)
+def test_what_works_is_let_through(parse, extra):
+    arguments.validate_splitkv_args(parse(extra))
+
+
+def test_switched_and_ignored_settings_are_named(parse):
+    args = parse(PACKED + PER_TOKEN + "--cp-comm-type a2a --attention-backend flash")
+    args.apply_rope_fusion = True
+    notes = arguments.validate_splitkv_args(args)
+    assert args.create_attention_mask_in_dataloader is False
+    assert args.apply_rope_fusion is False
+    text = "\n".join(notes)
+    assert len(notes) == 4
+    for part in (
+        "set --no-create-attention-mask-in-dataloader",
+        "set --no-rope-fusion",
+        "ignoring --cp-comm-type a2a",
+        "ignoring --attention-backend flash",
+    ):
+        assert part in text
+
+
+def test_plain_command_line_gives_one_note(parse):
+    notes = arguments.validate_splitkv_args(parse())
+    assert [note.split(":")[0] for note in notes] == [
+        "set --no-create-attention-mask-in-dataloader"
+    ]
+
+
+def test_every_argument_has_help_with_its_default(parser):
+    ours = [a for a in parser._actions if any("--splitkv-" in o for o in a.option_strings)]
+    assert len(ours) == 7
+    assert all("default" in (action.help or "") for action in ours)
+
+
+def test_cpu_settings_change_and_are_named(parse):
+    args = parse("--transformer-impl local --overlap-grad-reduce")
+    changed = cpu_arguments.apply_cpu_settings(args)
+    for setting in cpu_arguments.CPU_SETTINGS:
+        assert getattr(args, setting.name) == setting.value
+    assert "--distributed-backend gloo" in changed
+    assert "--transformer-impl local" not in changed, "it was given"
+    assert args.overlap_grad_reduce is True, "what works is left alone"
+    assert cpu_arguments.apply_cpu_settings(args) == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("--fp8-format e4m3", r"--fp8-format=e4m3 needs a GPU"),
+        ("--cuda-graph-impl local", r"--cuda-graph-impl=local needs a GPU"),
+        ("--use-megatron-fsdp", r"--use-megatron-fsdp=True needs a GPU"),
+        ("--moe-token-dispatcher-type flex", r"--moe-token-dispatcher-type=flex needs a GPU"),
+    ],
+)
+def test_what_has_no_cpu_form_is_refused(parse, extra, message):
+    with pytest.raises(UnsupportedError, match=message):
+        cpu_arguments.apply_cpu_settings(parse(extra))
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "given", "expected"),
+    [
+        (8, "2", None, 4),
+        (8, "2", "1", 4),  # torchrun's own
+        (8, "2", "3", 3),
+        (8, "2", "16", 4),
+        (2, "4", None, 1),
+        (6, None, None, 6),
+    ],
+)
+def test_cores_are_shared(monkeypatch, cores, processes, given, expected):
+    threads = []
+    monkeypatch.setattr(cpu_arguments, "_num_cores", lambda: cores)
+    monkeypatch.setattr(cpu_arguments.torch, "set_num_threads", threads.append)
+    for name, value in (("LOCAL_WORLD_SIZE", processes), ("OMP_NUM_THREADS", given)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+    assert cpu_arguments.share_cores() == expected
+    assert threads == [expected]
+
+
+def test_cpu_line_is_loud_and_complete():
+    line = cpu_arguments.cpu_mode_line(["--a", "--b"], num_processes=2, num_threads=1)
+    assert "CPU MODE" in line
+    assert "2 gloo processes x 1 thread per process; set for this: --a, --b" in line
+    assert "\n" not in line
