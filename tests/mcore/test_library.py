@@ -1,0 +1,237 @@
+"""The library without the launcher: a hand-built GPT, its own spec, batch and rotary embedding.
+
+Two real gloo ranks hold the model; the reference is the stock model on one rank: Megatron's own
+`DotProductAttention`. Also: books and microbatches that must not disturb each other.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.plan import Window
+from tests.gloo import run_gloo
+from tests.tolerances import FP32
+
+VOCABULARY, LENGTH, BATCH = 64, 48, 2
+
+
+@contextmanager
+def megatron_groups() -> Iterator[tuple[object, object]]:
+    """CPU mode and Megatron's groups; yields collections of all ranks as cp, and of one rank."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_splitkv.mcore import cpu_mode
+
+    cpu_mode.install()
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    try:
+        whole = ProcessGroupCollection.use_mpu_process_groups()
+        alone = ProcessGroupCollection.use_mpu_process_groups()
+        alone.cp = whole.tp  # a group of this rank only
+        yield whole, alone
+    finally:
+        parallel_state.destroy_model_parallel()
+        cpu_mode.uninstall()
+
+
+def build_model(groups, book=None, **settings):
+    """A toy GPT with the stock attention, or with Split-KV if it gets a book."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_splitkv.mcore.rotary import wrap_rotary
+    from megatron_splitkv.mcore.spec import apply_to_spec
+
+    torch.manual_seed(5)
+    model_parallel_cuda_manual_seed(5, inference_rng_tracker=True, force_reset_rng=True)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
+        attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=True,
+        normalization="RMSNorm", context_parallel_size=1 if book is None else dist.get_world_size(),
+        **settings,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    model = GPTModel(
+        config,
+        spec if book is None else apply_to_spec(spec, book),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+        pg_collection=groups,
+    )
+    if book is not None:
+        wrap_rotary(model, book)
+    return model
+
+
+def make_batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": (torch.rand(BATCH, LENGTH, generator=generator) < 0.8).float(),
+        "position_ids": torch.arange(LENGTH).expand(BATCH, -1).contiguous(),
+    }
+
+
+def loss_of(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return (losses * batch["loss_mask"]).sum()
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Gradients, taken out of the model."""
+    taken = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return taken
+
+
+def check_model_against_stock(settings: dict) -> None:
+    from megatron_splitkv.mcore.batch import shard_batch
+    from megatron_splitkv.mcore.plans import PlanBook
+
+    with megatron_groups() as (whole, alone):
+        batch = make_batch(1)
+        stock = build_model(alone, **settings)
+        expected_loss = loss_of(stock, batch)
+        expected_loss.backward()
+        expected = gradients_of(stock)
+
+        book = PlanBook(SplitKVConfig())
+        model = build_model(whole, book, **settings)
+        loss = loss_of(model, shard_batch(batch, whole.cp, book))
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        assert abs(total / expected_loss - 1) < 1e-6
+        for name, gradient in gradients_of(model).items():
+            dist.all_reduce(gradient)
+            error = (gradient - expected[name]).norm() / expected[name].norm()
+            assert error <= FP32.rel_l2, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"window_size": (7, 0)}, {"window_size": (7, 0), "window_attn_skip_freq": 2},
+     {"softmax_type": "off-by-one"}, {"apply_query_key_layer_scaling": True}],
+    ids=["causal", "window", "window-and-full", "off-by-one", "layer-scaling"],
+)  # fmt: skip
+def test_hand_built_model_equals_the_stock_one(settings: dict) -> None:
+    run_gloo(2, check_model_against_stock, settings)
+
+
+def check_microbatches_in_flight() -> None:
+    from megatron_splitkv.mcore.batch import shard_batch
+    from megatron_splitkv.mcore.plans import PlanBook
+
+    with megatron_groups() as (whole, _):
+        book = PlanBook(SplitKVConfig())
+        model = build_model(whole, book)
+        first, second = (shard_batch(make_batch(seed), whole.cp, book) for seed in (1, 2))
+        short = {key: tensor[:, : LENGTH // 4].contiguous() for key, tensor in second.items()}
+        loss_of(model, first).backward()
+        alone = [gradients_of(model)]
+        loss_of(model, short).backward()
+        alone.append(gradients_of(model))
+        for order in ((0, 1), (1, 0)):
+            losses = [loss_of(model, first), loss_of(model, short)]
+            got = [{}, {}]
+            for index in order:
+                losses[index].backward()
+                got[index] = gradients_of(model)
+            for isolated, in_flight in zip(alone, got, strict=True):
+                for name, gradient in isolated.items():
+                    assert torch.equal(gradient, in_flight[name]), (order, name)
+
+
+def test_microbatches_in_flight_keep_their_plans() -> None:
+    run_gloo(2, check_microbatches_in_flight)
+
+
+def check_two_models() -> None:
+    from megatron_splitkv.mcore.batch import shard_batch
+    from megatron_splitkv.mcore.plans import PlanBook
+
+    with megatron_groups() as (whole, _):
+        books = PlanBook(SplitKVConfig()), PlanBook(SplitKVConfig(num_stages=1), Window(8))
+        settings = {}, {"window_size": (7, 0)}
+        models = [
+            build_model(whole, book, **extra) for book, extra in zip(books, settings, strict=True)
+        ]
+        batches = [shard_batch(make_batch(3), whole.cp, book) for book in books]
+        assert not torch.equal(batches[0]["tokens"], batches[1]["tokens"]), "placements are alike"
+        alone = []
+        for model, batch in zip(models, batches, strict=True):
+            loss_of(model, batch).backward()
+            alone.append(gradients_of(model))
+        losses = [loss_of(model, batch) for model, batch in zip(models, batches, strict=True)]
+        for loss in losses:
+            loss.backward()
+        for model, isolated in zip(models, alone, strict=True):
+            for name, gradient in gradients_of(model).items():
+                assert torch.equal(gradient, isolated[name]), name
+
+
+def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
+    run_gloo(2, check_two_models)
+
+
+def check_different_documents() -> str:
+    from megatron_splitkv.mcore.plans import PlanBook
+
+    with megatron_groups() as (whole, _):
+        ends = torch.tensor([0, 10 + dist.get_rank(), 32], dtype=torch.int32)
+        with pytest.raises(ValueError, match="fed the same documents") as caught:
+            PlanBook(SplitKVConfig()).packed(ends, whole.cp)
+        return str(caught.value)
+
+
+def test_ranks_fed_different_documents_get_one_error() -> None:
+    first, second = run_gloo(2, check_different_documents)
+    assert first == second
+
+
+def check_reused_buffer() -> None:
+    from megatron_splitkv.mcore.plans import PlanBook
+
+    with megatron_groups() as (whole, _):
+        book = PlanBook(SplitKVConfig(check_plan="always"))
+        ends = torch.tensor([0, 10, 32], dtype=torch.int32)
+        assert book.packed(ends, whole.cp).doc_lens == (10, 22)
+        assert book.packed(ends[None].squeeze(0), whole.cp).doc_lens == (10, 22)
+        ends[1] = 12  # the next microbatch in the same buffer
+        assert book.packed(ends, whole.cp).doc_lens == (12, 20)
+
+
+def test_a_buffer_that_is_used_again_is_read_again() -> None:
+    run_gloo(2, check_reused_buffer)
+
+
+def check_middle_stage() -> tuple[str, str]:
+    """A stage without tokens derives its plan from cu_seqlens alone."""
+    from megatron_splitkv.mcore.batch import shard_batch
+    from megatron_splitkv.mcore.plans import PlanBook
+
+    with megatron_groups() as (whole, _):
+        ends = torch.tensor([[0, 10, 32]], dtype=torch.int32)
+        tokens = torch.arange(32)[None]
+        first, middle = PlanBook(SplitKVConfig()), PlanBook(SplitKVConfig())
+        sharded = shard_batch({"tokens": tokens, "cu_seqlens": ends}, whole.cp, first)
+        plan = middle.packed(ends.clone().squeeze(0), whole.cp)
+        context = middle.context(plan, whole.cp, torch.device("cpu"), plan.queries)
+        assert torch.equal(sharded["tokens"][0], context.layout.kv_index)
+        return first.packed(ends, whole.cp).fingerprint, plan.fingerprint
+
+
+def test_middle_stages_derive_the_same_plan() -> None:
+    for first, middle in run_gloo(2, check_middle_stage):
+        assert first == middle
