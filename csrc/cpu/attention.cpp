@@ -117,35 +117,39 @@ const char* bytes_at(const Rows& tensor, int64_t row, int64_t head) {
 constexpr float kEmpty = -std::numeric_limits<float>::infinity();
 
 // Weights are exp(lse_p - max) / sum instead of exp(lse_p - lse): lse itself is rounded, and at
-// |lse| = 1e5 that alone would change the weights by 0.4 %.
-void merge_row_head(const MergeParams& params, const Isa& isa, int64_t row, int64_t head) {
+// |lse| = 1e5 that alone would change the weights by 0.4 %. exps: memory for the partials' exps.
+void merge_row_head(const MergeParams& params, const Isa& isa, int64_t row, int64_t head,
+                    std::vector<float>* exps) {
     float* lse = float_at(params.lse, row, head);
     float* out = float_at(params.out, row, head);
     const int64_t num_values = params.out.dim;
-    const int32_t* first = params.part_slots + params.part_ptr[row];
-    const int32_t* last = params.part_slots + params.part_ptr[row + 1];
+    const int32_t* slots = params.part_slots + params.part_ptr[row];
+    const int32_t num_slots = params.part_ptr[row + 1] - params.part_ptr[row];
     float max = *lse;
-    for (const int32_t* slot = first; slot != last; ++slot) {
-        max = std::max(max, *float_at(params.part_lse, *slot, head));
+    for (int32_t i = 0; i < num_slots; ++i) {
+        max = std::max(max, *float_at(params.part_lse, slots[i], head));
     }
     if (max == kEmpty) {
         std::fill(out, out + num_values, 0.0f);
         return;
     }
-    float sum = *lse == kEmpty ? 0.0f : std::exp(*lse - max);
-    for (const int32_t* slot = first; slot != last; ++slot) {
-        const float part = *float_at(params.part_lse, *slot, head);
-        if (part != kEmpty) sum += std::exp(part - max);
+    // exp(-inf - max) = 0: an empty partial adds nothing to the sum, and its out isn't read below.
+    const float running = std::exp(*lse - max);
+    float sum = running;
+    exps->resize(static_cast<size_t>(num_slots));
+    for (int32_t i = 0; i < num_slots; ++i) {
+        const float value = std::exp(*float_at(params.part_lse, slots[i], head) - max);
+        (*exps)[static_cast<size_t>(i)] = value;
+        sum += value;
     }
     bool is_first = *lse == kEmpty;
     if (!is_first) {
-        isa.merge_row(out, DType::kFloat32, num_values, std::exp(*lse - max) / sum, true, out);
+        isa.merge_row(out, DType::kFloat32, num_values, running / sum, true, out);
     }
-    for (const int32_t* slot = first; slot != last; ++slot) {
-        const float part = *float_at(params.part_lse, *slot, head);
-        if (part == kEmpty) continue;
-        isa.merge_row(bytes_at(params.part_out, *slot, head), params.part_out.dtype, num_values,
-                      std::exp(part - max) / sum, is_first, out);
+    for (int32_t i = 0; i < num_slots; ++i) {
+        if (*float_at(params.part_lse, slots[i], head) == kEmpty) continue;
+        isa.merge_row(bytes_at(params.part_out, slots[i], head), params.part_out.dtype, num_values,
+                      (*exps)[static_cast<size_t>(i)] / sum, is_first, out);
         is_first = false;
     }
     *lse = max + std::log(sum);
@@ -185,10 +189,14 @@ void backward(const BackwardParams& params) {
 void merge(const MergeParams& params) {
     const Isa& isa = current_isa();
     const int64_t num_rows = params.out.rows;
-#pragma omp parallel for num_threads(clamp_threads(params.launch.num_threads, num_rows))
-    for (int64_t row = 0; row < num_rows; ++row) {
-        for (int64_t head = 0; head < params.out.heads; ++head) {
-            merge_row_head(params, isa, row, head);
+#pragma omp parallel num_threads(clamp_threads(params.launch.num_threads, num_rows))
+    {
+        std::vector<float> exps;
+#pragma omp for
+        for (int64_t row = 0; row < num_rows; ++row) {
+            for (int64_t head = 0; head < params.out.heads; ++head) {
+                merge_row_head(params, isa, row, head, &exps);
+            }
         }
     }
 }

@@ -6,20 +6,32 @@
 
 namespace splitkv::cpu::SPLITKV_ISA {
 
+template <typename Element, typename Convert>
+SPLITKV_INLINE void scale_into(const Element* source, Convert convert, int64_t n, float weight,
+                               bool is_first, float* target) {
+    if (is_first) {
+        for (int64_t i = 0; i < n; ++i) target[i] = weight * convert(source[i]);
+    } else {
+        for (int64_t i = 0; i < n; ++i) target[i] += weight * convert(source[i]);
+    }
+}
+
 static void merge_row(const void* source, DType dtype, int64_t n, float weight, bool is_first,
                       float* target) {
-    constexpr int64_t kChunk = 256;  // elements converted at a time, on the stack
-    float chunk[kChunk];
-    for (int64_t start = 0; start < n; start += kChunk) {
-        const int64_t count = n - start < kChunk ? n - start : kChunk;
-        load_row(static_cast<const char*>(source) + start * element_bytes(dtype), dtype, count,
-                 chunk);
-        float* part = target + start;
-        if (is_first) {
-            for (int64_t i = 0; i < count; ++i) part[i] = weight * chunk[i];
-        } else {
-            for (int64_t i = 0; i < count; ++i) part[i] += weight * chunk[i];
-        }
+    const uint16_t* halves = static_cast<const uint16_t*>(source);
+    switch (dtype) {
+        case DType::kFloat32:
+            return scale_into(
+                static_cast<const float*>(source), [](float x) { return x; }, n, weight, is_first,
+                target);
+        case DType::kBFloat16:
+            return scale_into(
+                halves, [](uint16_t x) { return float_from_bfloat16(x); }, n, weight, is_first,
+                target);
+        case DType::kFloat16:
+            return scale_into(
+                halves, [](uint16_t x) { return float_from_float16(x); }, n, weight, is_first,
+                target);
     }
 }
 

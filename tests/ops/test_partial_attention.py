@@ -179,6 +179,18 @@ def test_nan_of_a_visible_key_reaches_the_rows_that_see_it() -> None:
     assert out[25:].isnan().all() and lse[25:].isnan().all()
 
 
+def test_infinite_values_do_not_reach_rows_that_see_no_key() -> None:
+    """0 * inf is NaN: an empty row next to rows that see an infinite value stays exactly zero."""
+    case = make_case(Shape(rows=40, keys=40, heads_q=1), intervals="full", seed=7)
+    case.kv_end[5:9] = 0
+    case.v[3] = torch.inf
+    out, lse = case.forward()
+    assert (out[5:9] == 0).all() and (lse[5:9] == -torch.inf).all()
+    assert (out[9:] == torch.inf).all()
+    dq, _, _ = case.backward(lse, torch.zeros_like(lse))
+    assert (dq[5:9] == 0).all()
+
+
 def test_rows_whose_merged_result_is_empty_have_no_gradient() -> None:
     """lse = -inf says that no rank saw a key: dq = 0, dk and dv untouched, q and dout not read."""
     case = make_case(Shape(heads_q=2), intervals="full", seed=8)
