@@ -126,11 +126,12 @@ def test_longest_processing_time_first_keeps_its_bound(num_spare_tokens):
     assert 9 <= max(plan.costs) <= 11
 
 
-def test_ties_go_by_index():
-    """64 documents alike: an unstable sort or a hash order would scatter them."""
-    plan = make_plan([8] * 64, 4, block_size=8)
-    owner = owner_of_tokens(plan).reshape(64, 8)
-    assert (owner == (np.arange(64) % 4)[:, None]).all()
+@pytest.mark.parametrize(("num_docs", "cp_size"), [(64, 4), (51, 3), (100, 5), (210, 7)])
+def test_ties_go_by_index(num_docs, cp_size):
+    """Documents all alike: an unstable sort or a hash order would scatter them."""
+    plan = make_plan([8] * num_docs, cp_size, block_size=8)
+    owner = owner_of_tokens(plan).reshape(num_docs, 8)
+    assert (owner == (np.arange(num_docs) % cp_size)[:, None]).all()
 
 
 def test_documents_stay_whole_where_balance_allows():
