@@ -17,7 +17,7 @@ if ((gpus > 0)); then
     default_cp=$gpus default_seq=32768 default_iters=200
     default_layers=24 default_hidden=1024 default_heads=16 default_kv_heads=4
 else
-    default_cp=2 default_seq=2048 default_iters=60
+    default_cp=2 default_seq=4096 default_iters=60
     default_layers=4 default_hidden=128 default_heads=4 default_kv_heads=2
 fi
 

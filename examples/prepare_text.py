@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 import numpy as np
 from rich.console import Console
@@ -121,12 +122,14 @@ def find_files(folder: Path, suffixes: tuple[str, ...], max_bytes: int) -> list[
     for path in sorted(folder.rglob("*")):
         inner = path.relative_to(folder).parts
         skipped = any(part in ("__pycache__", "site-packages") or part[0] == "." for part in inner)
-        if skipped or path.suffix not in suffixes or not path.is_file():
+        if skipped or path.suffix not in suffixes:
             continue
-        stat = path.stat()
-        if 0 < stat.st_size <= max_bytes - total:
-            files.append(TextFile(path=path, num_bytes=stat.st_size, modified_ns=stat.st_mtime_ns))
-            total += stat.st_size
+        status = path.stat()  # a broken link is an error, not a file left out in silence
+        if S_ISREG(status.st_mode) and 0 < status.st_size <= max_bytes - total:
+            files.append(
+                TextFile(path=path, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+            )
+            total += status.st_size
     if not files:
         raise ValueError(
             f"{folder} holds no text: no file of 1 to {max_bytes} bytes ends in "

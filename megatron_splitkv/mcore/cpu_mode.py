@@ -94,6 +94,8 @@ class _CpuMode:
             self._patches.set(torch.cuda, name, value)
         self._patches.set(torch.cuda.random, "get_rng_state", _get_rng_state)
         self._patches.set(torch.cuda.random, "set_rng_state", _set_rng_state)
+        # Its argument is checked in C++ before the mode below could see the call.
+        self._patches.set(torch.Tensor, "record_stream", _nothing)
         self._stack.enter_context(CudaAsCpu())
 
     def close(self) -> None:
@@ -113,9 +115,9 @@ class _CpuMode:
             config.disable = True
 
     def _quiet(self) -> None:
-        self._stack.enter_context(warnings.catch_warnings())
         for message in _QUIET:
             warnings.filterwarnings("ignore", message=message)
+            self._stack.callback(_remove_filter, warnings.filters[0])
         self._stack.enter_context(_without_message(_RNG_MODULE, "CPU RNG state changed within GPU"))
         self._stack.enter_context(
             _without_message("torch.utils.cpp_extension", "No CUDA runtime is found")
@@ -182,7 +184,6 @@ _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.pin_memory: _same_tensor,
     torch.Tensor.to: _to,
     torch.Tensor.type: _type,
-    torch.Tensor.record_stream: _nothing,
 }
 
 
@@ -264,7 +265,7 @@ def _torch_cuda() -> dict[str, object]:
         "empty_cache",
         "reset_peak_memory_stats",
     ):
-        stubs[name] = _nothing
+        stubs[name] = functools.partial(_nothing)  # one object a name: dynamo's rules tell by it
     for name in ("memory_allocated", "memory_reserved", "device_memory_used"):
         stubs[name] = _resident_bytes
     for name in ("max_memory_allocated", "max_memory_reserved"):
@@ -328,6 +329,11 @@ def _initialize_without_cuda(
     if not args:
         kwargs.setdefault("allow_no_cuda", True)
     return original(*args, **kwargs)
+
+
+def _remove_filter(entry: object) -> None:
+    with contextlib.suppress(ValueError):  # others may have replaced the list
+        warnings.filters.remove(entry)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
 
 @contextlib.contextmanager
