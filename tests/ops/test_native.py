@@ -144,6 +144,24 @@ def test_refusal_of_a_device_names_the_way_out() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "op", ["partial_attention", "partial_attention_backward", "merge_partials_"]
+)
+def test_backend_without_a_registered_kernel_is_refused(op: str) -> None:
+    """Sparse tensors stand for a device that has none: they too miss the CPU registration."""
+    case = _case()
+    q, intervals = case.q.to_sparse(), (case.kv_begin, case.kv_end)
+    lse, scale = torch.zeros(4, 2), {"softmax_scale": 1.0}
+    arguments = {
+        "partial_attention": ((q, q, q, *intervals), {**scale, "out_dtype": torch.float32}),
+        "partial_attention_backward": ((q, q, q, q, lse, lse, *intervals, q, q), scale),
+        "merge_partials_": ((q, lse, q, lse, *intervals), {}),
+    }
+    positional, named = arguments[op]
+    with pytest.raises(UnsupportedError, match=f"{op} got tensors on"):
+        getattr(torch.ops.megatron_splitkv, op).default(*positional, **named)
+
+
 def test_meta_tensors_give_shapes() -> None:
     case = _case()
     tensors = [x.to("meta") for x in (case.q, case.k, case.v, case.kv_begin, case.kv_end)]
