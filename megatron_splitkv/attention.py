@@ -12,12 +12,13 @@ one is computed.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_splitkv.comm import RowFormat, Transport, gather_rows, return_rows
+from megatron_splitkv.comm import Pending, RowFormat, Transport, gather_rows, return_rows
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import ExchangeStage, KeyIntervals, ShardLayout
 from megatron_splitkv.ops.merge import merge_partials_
@@ -130,9 +131,10 @@ class _SplitKVAttention(torch.autograd.Function):
         sink: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor, Tensor]:
-        q = _clear_padding(q, call.layout.query_padding)
-        k, v = (_clear_padding(tensor, call.layout.kv_padding) for tensor in (k, v))
-        out, lse, kept_queries = _forward(q, k, v, block_k, block_v, call)
+        layout = call.layout
+        q = _clear_padding(q, layout.query_padding)
+        k, v = (_clear_padding(tensor, layout.kv_padding) for tensor in (k, v))
+        out, lse, kept_queries = _forward(q, _KeysValues(k, v), _paired(block_k, block_v), call)
         if sink is not None:
             _merge_sink(out, lse, sink)
         out = out.to(q.dtype)
@@ -144,23 +146,41 @@ class _SplitKVAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(  # noqa: ANN205
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (the decorator hides ctx)
         ctx: Any,  # noqa: ANN401
-        dout: Tensor | None,
-        dlse: Tensor | None,
-    ):
+        *grad_outputs: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        dout, dlse = grad_outputs
         q, k, v, block_k, block_v, sink, out, lse = ctx.saved_tensors
-        call: _Call = ctx.call
-        padding = call.layout.query_padding
+        padding = ctx.call.layout.query_padding
         # `out.sum()` gives one expanded number, and kernels need dense rows.
         dout = torch.zeros_like(out) if dout is None else _clear_padding(dout, padding).contiguous()
         delta = (dout.float() * out.float()).sum(-1)
         if dlse is not None:
             delta -= _clear_padding(dlse, padding)
         rows = _BackwardRows(dout=dout, q=q, lse=lse, delta=delta)
-        grads = _backward(rows, k, v, block_k, block_v, ctx.kept_queries, call)
+        keys, block = _KeysValues(k, v), _paired(block_k, block_v)
+        dq, dkeys, dblock = _backward(rows, keys, block, ctx.kept_queries, ctx.call)
         dsink = None if sink is None else -(_weight(sink, lse) * delta).sum(0).to(sink.dtype)
-        return *grads, dsink, None
+        dblock = (None, None) if dblock is None else dblock.to(q.dtype)
+        return dq.to(q.dtype), *dkeys.to(q.dtype), *dblock, dsink, None
+
+
+class _KeysValues(NamedTuple):
+    """One set of KV rows, `[rows, Hkv, D]` and `[rows, Hkv, Dv]`, or their gradients."""
+
+    k: Tensor
+    v: Tensor
+
+    def zero_gradients(self) -> "_KeysValues":
+        return _KeysValues(*(torch.zeros_like(x, dtype=torch.float32) for x in self))
+
+    def to(self, dtype: torch.dtype) -> "_KeysValues":
+        return _KeysValues(self.k.to(dtype), self.v.to(dtype))
+
+
+def _paired(k: Tensor | None, v: Tensor | None) -> _KeysValues | None:
+    return None if k is None or v is None else _KeysValues(k, v)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,39 +194,38 @@ class _BackwardRows:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, block_k: Tensor | None, block_v: Tensor | None, call: _Call
+    q: Tensor, keys: _KeysValues, block: _KeysValues | None, call: _Call
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns merged out `[rows, Hq, Dv]` fp32, lse, and gathered queries that are to be kept."""
     layout = call.layout
-    heads, dim_v = q.shape[1], v.shape[2]
+    heads, dim_v = q.shape[1], keys.v.shape[2]
     out = q.new_empty(len(q), heads, dim_v, dtype=torch.float32)
     lse = q.new_empty(len(q), heads, dtype=torch.float32)
     query_format = RowFormat(((q.shape[1:], q.dtype),))
     partial_format = RowFormat((((heads, dim_v), call.wire_dtype), ((heads,), torch.float32)))
     kept: list[Tensor] = []
 
-    def attend(rows: Tensor, keys: Tensor, values: Tensor, seen: KeyIntervals):  # noqa: ANN202
+    def attend(rows: Tensor, to: _KeysValues, seen: KeyIntervals) -> tuple[Tensor, Tensor]:
         return partial_attention(
-            rows, keys, values, seen.begin, seen.end, softmax_scale=call.softmax_scale
+            rows, to.k, to.v, seen.begin, seen.end, softmax_scale=call.softmax_scale
         )
 
     def attend_own() -> None:
-        for merged, partial in zip((out, lse), attend(q, k, v, layout.own), strict=True):
+        for merged, partial in zip((out, lse), attend(q, keys, layout.own), strict=True):
             merged.copy_(partial)
-        if layout.block is not None:
+        if block is not None and layout.block is not None:
             each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-            partial = attend(q, block_k, block_v, layout.block)
-            merge_partials_(out, lse, *partial, each, each[:-1])
+            merge_partials_(out, lse, *attend(q, block, layout.block), each, each[:-1])
 
     def attend_gathered(stage: ExchangeStage, packed: Tensor) -> Tensor:
         (rows,) = query_format.unpack(packed)
         if call.context.config.keep_queries:
             kept.append(rows)
-        return partial_format.pack(attend(rows, k, v, stage.intervals))
+        return partial_format.pack(attend(rows, keys, stage.intervals))
 
     def merge(stage: ExchangeStage, packed: Tensor) -> None:
-        partial = partial_format.unpack(packed)
-        merge_partials_(out, lse, *partial, stage.return_ptr, stage.return_slots)
+        partial_out, partial_lse = partial_format.unpack(packed)
+        merge_partials_(out, lse, partial_out, partial_lse, stage.return_ptr, stage.return_slots)
 
     _run_stages(call, lambda rows: query_format.pack([q], rows), attend_own, attend_gathered, merge)
     return out, lse, kept
@@ -214,39 +233,39 @@ def _forward(
 
 def _backward(
     rows: _BackwardRows,
-    k: Tensor,
-    v: Tensor,
-    block_k: Tensor | None,
-    block_v: Tensor | None,
+    keys: _KeysValues,
+    block: _KeysValues | None,
     kept_queries: list[Tensor],
     call: _Call,
-) -> tuple[Tensor | None, ...]:
-    """Returns dq, dk, dv, dblock_k, dblock_v in the dtypes of their inputs."""
-    layout, q = call.layout, rows.q
-    inputs = (q, k, v, block_k, block_v)
-    dq, dk, dv, dblock_k, dblock_v = (
-        None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in inputs
-    )
-    sent_format, sent = _backward_wire(rows, has_queries=not kept_queries)
-    dq_format = RowFormat(((q.shape[1:], call.wire_dtype),))
+) -> tuple[Tensor, _KeysValues, _KeysValues | None]:
+    """Returns dq of the own rows, and the gradients of the local keys and of the blocks, fp32."""
+    layout = call.layout
+    dq = torch.zeros_like(rows.q, dtype=torch.float32)
+    dkeys = keys.zero_gradients()
+    dblock = None if block is None else block.zero_gradients()
+    sent = [rows.dout, rows.lse, rows.delta] + ([] if kept_queries else [rows.q])
+    sent_format = RowFormat(tuple((tensor.shape[1:], tensor.dtype) for tensor in sent))
+    dq_format = RowFormat(((rows.q.shape[1:], call.wire_dtype),))
     kept = iter(kept_queries)
 
-    def attend(rows: _BackwardRows, keys: Tensor, values: Tensor, seen: KeyIntervals, dk, dv):  # noqa: ANN001, ANN202
+    def attend(
+        part: _BackwardRows, to: _KeysValues, seen: KeyIntervals, gradients: _KeysValues
+    ) -> Tensor:
         return partial_attention_backward(
-            rows.dout, rows.q, keys, values, rows.lse, rows.delta, seen.begin, seen.end, dk, dv,
+            part.dout, part.q, to.k, to.v, part.lse, part.delta, seen.begin, seen.end, *gradients,
             softmax_scale=call.softmax_scale,
         )  # fmt: skip
 
     def attend_own() -> None:
-        dq.add_(attend(rows, k, v, layout.own, dk, dv))
-        if layout.block is not None:
-            dq.add_(attend(rows, block_k, block_v, layout.block, dblock_k, dblock_v))
+        dq.add_(attend(rows, keys, layout.own, dkeys))
+        if block is not None and dblock is not None and layout.block is not None:
+            dq.add_(attend(rows, block, layout.block, dblock))
 
     def attend_gathered(stage: ExchangeStage, packed: Tensor) -> Tensor:
         dout, lse, delta, *queries = sent_format.unpack(packed)
         q = queries[0] if queries else next(kept)
-        gathered = _BackwardRows(dout=dout, q=q, lse=lse, delta=delta)
-        return dq_format.pack([attend(gathered, k, v, stage.intervals, dk, dv)])
+        part = _BackwardRows(dout=dout, q=q, lse=lse, delta=delta)
+        return dq_format.pack([attend(part, keys, stage.intervals, dkeys)])
 
     def add(stage: ExchangeStage, packed: Tensor) -> None:
         (partials,) = dq_format.unpack(packed)
@@ -257,13 +276,7 @@ def _backward(
             dq.index_add_(0, index, partial.float())
 
     _run_stages(call, lambda index: sent_format.pack(sent, index), attend_own, attend_gathered, add)
-    grads = (dq, dk, dv, dblock_k, dblock_v)
-    return tuple(None if x is None else g.to(x.dtype) for x, g in zip(inputs, grads, strict=True))
-
-
-def _backward_wire(rows: _BackwardRows, *, has_queries: bool) -> tuple[RowFormat, list[Tensor]]:
-    sent = [rows.dout, rows.lse, rows.delta] + ([rows.q] if has_queries else [])
-    return RowFormat(tuple((tensor.shape[1:], tensor.dtype) for tensor in sent)), sent
+    return dq, dkeys, dblock
 
 
 def _run_stages(
@@ -283,16 +296,17 @@ def _run_stages(
         return compute_own()
     arriving = gather_rows(pack, stages[0], transport)
     compute_own()
-    returning = None
-    for index, stage in enumerate(stages):
+    returning: tuple[ExchangeStage, Pending] | None = None
+    for stage, following in zip_longest(stages, stages[1:]):
         rows = arriving.wait()
-        if index + 1 < len(stages):
-            arriving = gather_rows(pack, stages[index + 1], transport)
+        if following is not None:
+            arriving = gather_rows(pack, following, transport)
         answer = compute(stage, rows)
         if returning is not None:
-            consume(stages[index - 1], returning.wait())
-        returning = return_rows(answer, stage, transport)
-    consume(stages[-1], returning.wait())
+            consume(returning[0], returning[1].wait())
+        returning = stage, return_rows(answer, stage, transport)
+    assert returning is not None
+    consume(returning[0], returning[1].wait())
 
 
 def _merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:

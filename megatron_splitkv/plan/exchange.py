@@ -40,7 +40,7 @@ class RowExchange:
         return (
             min(num_stages, cp_size - 1) == 1
             and is_even
-            and self.travelling().sum() >= ALL_GATHER_DENSITY * everything > 0
+            and int(self.travelling().sum()) >= ALL_GATHER_DENSITY * everything > 0
         )
 
     def travelling(self, num_stages: int | None = None) -> Int64Array:

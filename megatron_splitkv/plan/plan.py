@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -264,17 +265,18 @@ def _describe(queries: Queries) -> dict[str, object]:
     return {"kind": type(queries).__name__.lower(), **fields}
 
 
-def _parse(data: dict[str, object]) -> Queries:
-    match data:
-        case {"kind": "causal"}:
+def _parse(data: dict[str, Any]) -> Queries:
+    match data["kind"]:
+        case "causal":
             return Causal()
-        case {"kind": "full"}:
+        case "full":
             return Full()
-        case {"kind": "window", "size": int(size)}:
-            return Window(size)
-        case {"kind": "suffix", "num_rows": int(rows)}:
-            return Suffix(rows)
-        case {"kind": "anchors", "positions": list(positions), "rows_per_anchor": int(rows)}:
-            return Anchors(tuple(tuple(anchors) for anchors in positions), rows)
-        case _:
-            raise ValueError(f"queries={data} is no query spec that this version knows")
+        case "window":
+            return Window(data["size"])
+        case "suffix":
+            return Suffix(data["num_rows"])
+        case "anchors":
+            positions = tuple(tuple(anchors) for anchors in data["positions"])
+            return Anchors(positions, data["rows_per_anchor"])
+        case kind:
+            raise ValueError(f"queries={kind!r} is no query spec that this version knows")

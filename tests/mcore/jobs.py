@@ -26,7 +26,7 @@ _LOSS = re.compile(r"\|\s*([a-z_0-9 ]*loss[a-z_0-9 ]*): ([0-9.E+-]+) \|")
 _NUMBERS = re.compile(r"iteration\s+(\d+)/")
 
 MODEL = (  # noqa: SIM905 (a command line reads better as one)
-    "--hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--hidden-size 32 --num-attention-heads 4 "
     "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
     "--attention-dropout 0 --hidden-dropout 0 --max-position-embeddings 1024 "
     "--tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 4 "

@@ -2,8 +2,9 @@
 
 The reference is Megatron itself on one context-parallel rank: its own `DotProductAttention`,
 causal, or for packed documents with an explicit block-diagonal mask (`--reset-attention-mask`).
-Where Megatron has no such run (documents beside virtual pipeline stages or multi-token
-prediction) it is Split-KV on one rank, which the other cases tie to Megatron.
+Where Megatron has no such run (multi-latent attention without transformer-engine; documents beside
+virtual pipeline stages or multi-token prediction) it is Split-KV on one rank, which the other cases
+tie to Megatron.
 
 Gradients are compared and not only losses: a wrong rotary slice moves a toy loss in its sixth
 digit and gradients by a thousandth.
@@ -22,6 +23,7 @@ GRADIENT_REL_L2 = 1e-5
 LOSS_REL = 1e-5
 
 PACKED = "--dataloader-inter-document-masking"
+GQA = "--group-query-attention --num-query-groups 2"
 BLOCK_MASK = "--reset-position-ids --reset-attention-mask"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2 --micro-batch-size 1"
@@ -46,6 +48,7 @@ class Case:
         cp: context-parallel ranks of the run; the reference has one.
         others: tensor, pipeline and data ranks of the run beside them.
         model: arguments of both.
+        heads: arguments of both, about attention heads.
         run: arguments of the run only.
         reference: arguments of the reference only.
         reference_impl: implementation of the reference.
@@ -55,6 +58,7 @@ class Case:
     cp: int
     others: int = 1
     model: str = ""
+    heads: str = GQA
     run: str = PACKED
     reference: str = BLOCK_MASK
     reference_impl: str = "megatron"
@@ -94,8 +98,8 @@ CASES = {
     "cp2-pp2": Case(cp=2, others=2, model=PP2),
     "cp2-pp2-vpp2": against_one_rank(cp=2, others=2, model=VPP2),
     "cp2-pp4": against_one_rank(cp=2, others=4, model=PP4),
-    "cp2-mla": unpacked(cp=2, model=MLA),
-    "cp2-mla-packed": Case(cp=2, model=MLA),
+    "cp2-mla": unpacked(cp=2, model=MLA, heads="", reference_impl="splitkv"),
+    "cp2-mla-packed": against_one_rank(cp=2, model=MLA, heads=""),
     "cp2-moe-packed": Case(cp=2, model=MOE),
     "cp2-mtp": unpacked(cp=2, model=MTP),
     "cp2-mtp-packed": against_one_rank(cp=2, model=MTP),
@@ -116,7 +120,7 @@ def references(
     results: dict[tuple[str, str, int], Result] = {}
 
     def run(case: Case) -> Result:
-        extra = f"{case.model} {case.reference}"
+        extra = f"{case.heads} {case.model} {case.reference}"
         others = case.reference_others or case.others
         key = (case.reference_impl, extra, others)
         if key not in results:
@@ -138,7 +142,7 @@ def test_losses_and_gradients_equal_a_run_without_context_parallelism(
     got = train(
         tmp_path,
         text_data,
-        f"{case.model} {case.run}",
+        f"{case.heads} {case.model} {case.run}",
         cp=case.cp,
         num_processes=case.cp * case.others,
     )
