@@ -136,7 +136,7 @@ Range QueryModel::rows_seeing(int64_t doc, Range keys) const {
         case QueryKind::kFull:
             return {0, len};
         case QueryKind::kWindow:
-            return {keys.begin, std::min(len, keys.end - 1 + spec_.size)};
+            return {keys.begin, std::min(len, keys.end - 1 + std::min(spec_.size, len))};
         case QueryKind::kSuffix: {
             const int64_t first_position = len - num_rows(doc);
             return {std::max<int64_t>(0, keys.begin - first_position), num_rows(doc)};

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_splitkv.plan import Anchors, Causal, Full, Suffix, Window, is_self_attention
+from megatron_splitkv.plan import (
+    Anchors,
+    Causal,
+    Full,
+    Suffix,
+    Window,
+    is_self_attention,
+    make_plan,
+    plan_exchange,
+)
 from megatron_splitkv.plan.queries import build_model, rows_per_unit
 from tests.packs import dense_mask, packs
 
@@ -76,6 +85,20 @@ def test_areas_beyond_32_bits_are_exact():
     assert build_model(Window(1 << 20), [long], [long]).pairs_in(0, 0, 1) == 1 << 20
     anchors = Anchors(((long,) * 512,), 1024)
     assert build_model(anchors, [long], [long]).pairs_in(0, 0, long) == 1 << 41
+
+
+@pytest.mark.parametrize("size", [64, 1 << 31, (1 << 63) - 1])
+def test_a_window_beyond_the_document_is_causal(size):
+    """Also where position plus size leaves 64 bits."""
+    causal, window = (
+        make_plan([64, 5], 4, queries=q, block_size=4) for q in (Causal(), Window(size))
+    )
+    assert window.costs == causal.costs
+    np.testing.assert_array_equal(plan_exchange(window).counts, plan_exchange(causal).counts)
+    np.testing.assert_array_equal(window.model().row_intervals(), causal.model().row_intervals())
+    endless = make_plan([64, 5], 4, queries=Suffix(size), block_size=4)
+    assert sum(endless.query_rows) == 69
+    assert endless.costs == causal.costs
 
 
 def test_early_causal_keys_are_dear():
