@@ -84,6 +84,11 @@ def splitkv_attention(
         2024, inference); keys that stay in training, Split-KV (verl-recipe 2026).
     """
     _check_tensors(q, k, v, context.layout, block_kv)
+    if sink is not None and sink.shape != q.shape[1:2]:
+        raise ValueError(
+            f"sink has shape {tuple(sink.shape)}, needs [{q.shape[1]}]: one logit for each query "
+            "head of this rank"
+        )
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     block_k, block_v = block_kv or (None, None)
     return _SplitKVAttention.apply(q, k, v, block_k, block_v, sink, _Call(context, scale))
@@ -104,6 +109,13 @@ def _check_tensors(
             "block_kv must be given exactly when the layout has anchors "
             f"(anchors: {layout.block is not None}, block_kv: {block_kv is not None})"
         )
+    for name, block, context in zip("kv", block_kv or (), (k, v), strict=False):
+        needed = (query_rows, *context.shape[1:])
+        if block.shape != needed:
+            raise ValueError(
+                f"block_kv: {name} has shape {tuple(block.shape)}, needs {needed}: one row for "
+                f"each own query row, with the heads and dim of {name}"
+            )
 
 
 class _Call(NamedTuple):

@@ -1,39 +1,25 @@
-"""Cases with answers known by hand: structure, values, infinities, padding, sinks, refusals."""
+"""Cases with answers known by hand: structure, values, infinities, padding, sinks."""
 
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_splitkv.attention import SplitKVContext, splitkv_attention
-from megatron_splitkv.comm import ThreadGroup
 from megatron_splitkv.config import SplitKVConfig
-from megatron_splitkv.layout import build_layout, shard_rows
 from megatron_splitkv.plan import Anchors, Causal, Full, Window, make_plan
 from tests.packs import owner_of_tokens, pad_rows, plan_mask
-from tests.ranks import (
-    Heads,
-    RankCall,
-    assert_outputs,
-    dense,
-    join_ranks,
-    random_inputs,
-    run_simulated,
-)
+from tests.ranks import Heads, assert_outputs, dense, random_inputs, run_simulated
 
 
 # A2: which value reaches which row, by gradients that are exactly zero or not.
 @pytest.mark.parametrize("cp_size", [2, 4])
 @pytest.mark.parametrize(
-    ("queries", "num_pairs"), [(Causal(), 887), (Window(3), 6 + 6 + 84 + 1 + 84), (Full(), 1710)]
+    ("queries", "num_pairs"), [(Causal(), 887), (Window(3), 181), (Full(), 1710)]
 )
 def test_influence_is_exactly_the_mask(cp_size, queries, num_pairs):
     plan = make_plan([5, 1, 30, 28], cp_size, queries=queries, block_size=16)
-    if queries == Window(3):
-        num_pairs = int(np.minimum(plan_mask(plan).sum(1), 3).sum())
     inputs = random_inputs(plan, Heads(q=2, kv=2, dim_qk=64, dim_v=64), seed=2)
     reaches = torch.zeros(64, 64, dtype=torch.bool)
     for row in range(64):
@@ -85,33 +71,6 @@ def test_a_remote_value_reaches_every_rank():
 def dense_lse(inputs) -> torch.Tensor:
     scores = inputs.q[:, 0].double() @ inputs.k[:, 0].double().T / 4
     return scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -torch.inf).logsumexp(1)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_missing_or_wrong_group_raises_instead_of_running(rank):
-    layout = build_layout(make_plan([64], 2), rank)
-    message = f"layout is for rank {rank} of cp_size=2, but got no transport; pass the transport"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        SplitKVContext(layout=layout, transport=None)
-
-    def wrong_group(transport):
-        with pytest.raises(ValueError, match=rf"got rank {transport.rank} of a group of 3"):
-            SplitKVContext(layout=layout, transport=transport)
-
-    ThreadGroup(3).run(wrong_group)
-
-
-def test_a_layout_of_another_rank_raises():
-    layout = build_layout(make_plan([64], 2), 1)
-
-    def body(transport):
-        if transport.rank == 0:
-            with pytest.raises(
-                ValueError, match=r"layout is for rank 1 .* got rank 0 of a group of 2"
-            ):
-                SplitKVContext(layout=layout, transport=transport)
-
-    ThreadGroup(2).run(body)
 
 
 # A9: partials far apart, empty, and alone.
@@ -246,120 +205,3 @@ def test_a_closed_sink_on_a_row_without_keys():
     got = run_simulated(padded, inputs)
     assert (got.lse[3:] == -torch.inf).all()
     assert_outputs(got, dense(padded, inputs))
-
-
-# Forms of tensors that callers have.
-
-
-def forms_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Equal tensors with other strides: rows apart, heads apart, heads outside rows."""
-    rows, heads, dim = tensor.shape
-    fused = torch.full((rows, heads, 3 * dim), torch.nan, dtype=tensor.dtype)
-    fused[..., dim : 2 * dim] = tensor
-    return {
-        "fused": fused[..., dim : 2 * dim],
-        "bhsd": tensor.transpose(0, 1).contiguous().transpose(0, 1),
-        "last": tensor.transpose(1, 2).contiguous().transpose(1, 2),
-    }
-
-
-@pytest.mark.parametrize("form", ["fused", "bhsd"])
-@pytest.mark.parametrize("cp_size", [1, 3])
-def test_strided_views(form, cp_size):
-    plan = make_plan([9, 8], cp_size, block_size=2)
-    inputs = random_inputs(plan, Heads(), seed=3)
-
-    def body(transport):
-        call = RankCall(plan, inputs, transport, SplitKVConfig())
-        views = [forms_of(leaf.detach())[form].requires_grad_() for leaf in call.leaves[:3]]
-        call.leaves[:3] = views
-        call.upstream[0] = forms_of(call.upstream[0])[form]
-        call.forward()
-        call.backward()
-        return call.parts
-
-    assert_outputs(join_ranks(plan, ThreadGroup(cp_size).run(body)), dense(plan, inputs))
-
-
-@pytest.mark.parametrize("cp_size", [1, 3])
-def test_gradient_of_a_plain_sum(cp_size):
-    """`out.sum()` feeds one expanded number, with strides of zero."""
-    plan = make_plan([9, 8], cp_size, block_size=2)
-    inputs = random_inputs(plan, Heads(), seed=3)
-    inputs = replace(inputs, dout=torch.ones_like(inputs.dout))
-
-    def body(transport):
-        call = RankCall(plan, inputs, transport, SplitKVConfig())
-        call.forward()
-        given = [leaf for leaf in call.leaves if leaf is not None]
-        call.grads = [*torch.autograd.grad(call.out.sum(), given), None, None, None]
-        return call.parts
-
-    assert_outputs(join_ranks(plan, ThreadGroup(cp_size).run(body)), dense(plan, inputs))
-
-
-def test_frozen_inputs_get_no_gradient():
-    plan = make_plan([9, 8], 2, block_size=2)
-    inputs = random_inputs(plan, Heads(), seed=3)
-
-    def body(transport):
-        call = RankCall(plan, inputs, transport, SplitKVConfig())
-        call.leaves[1].requires_grad_(False)
-        call.forward()
-        call.out.backward(call.upstream[0])
-        assert call.leaves[1].grad is None
-        return [call.out.detach(), call.lse.detach(), call.leaves[0].grad, call.leaves[1].detach(),
-                call.leaves[2].grad, None, None, None]  # fmt: skip
-
-    got, expected = join_ranks(plan, ThreadGroup(2).run(body)), dense(plan, inputs)
-    assert_outputs(replace(got, dk=expected.dk), expected)
-
-
-def test_without_gradients():
-    plan = make_plan([9, 8], 2, block_size=2)
-    inputs = random_inputs(plan, Heads(), seed=3)
-
-    def body(transport):
-        call = RankCall(plan, inputs, transport, SplitKVConfig())
-        with torch.no_grad():
-            call.forward()
-        assert not call.out.requires_grad
-        return shard_rows(inputs.q, call.rows).shape == call.out.shape
-
-    assert ThreadGroup(2).run(body) == [True, True]
-
-
-# Refusals.
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": (7, 4, 16)}, "q has shape (7, 4, 16), needs [8, heads, dim]: this rank's rows"),
-        ({"k": (9, 2, 16)}, "k has shape (9, 2, 16), needs [8, heads, dim]"),
-        ({"v": (8, 32)}, "v has shape (8, 32), needs [8, heads, dim]"),
-        ({"block_kv": (8, 2, 16)}, "block_kv must be given exactly when the layout has anchors"),
-        ({"k": (8, 3, 16), "v": (8, 3, 16)}, "q has 4 heads, needs a multiple of the 3 heads"),
-        ({"k": (8, 2, 8)}, "k has shape [8, 2, 8], needs [any, any, 16]"),
-        ({"v": (8, 4, 16)}, "v has shape [8, 4, 16], needs [8, 2, any]"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(change, message):
-    layout = build_layout(make_plan([8], 1), 0)
-    shapes = {"q": (8, 4, 16), "k": (8, 2, 16), "v": (8, 2, 16)} | change
-    block = shapes.pop("block_kv", None)
-    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        splitkv_attention(
-            **tensors, context=SplitKVContext(layout=layout, transport=None),
-            block_kv=None if block is None else (torch.zeros(block), torch.zeros(block)),
-        )  # fmt: skip
-
-
-def test_second_derivatives_are_refused():
-    layout = build_layout(make_plan([8], 1), 0)
-    q, k, v = (torch.randn(8, 2, 4, requires_grad=True) for _ in range(3))
-    out, _ = splitkv_attention(q, k, v, SplitKVContext(layout=layout, transport=None))
-    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
