@@ -175,6 +175,16 @@ def _type(tensor: torch.Tensor, dtype: object = None, **kwargs: object) -> str |
     return tensor.type(dtype, **kwargs)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
+def _all_to_all_single(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Split sizes of experts, which Megatron brings to the host only from a GPU, as lists."""
+    options = {name: _as_list(value) for name, value in kwargs.items()}
+    return torch.distributed.all_to_all_single(*args[:2], *map(_as_list, args[2:]), **options)
+
+
+def _as_list(value: object) -> object:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 def _nothing(*args: object, **kwargs: object) -> None:
     """Synchronization and bookkeeping of a device that works in order on the caller's thread."""
 
@@ -184,6 +194,7 @@ _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.pin_memory: _same_tensor,
     torch.Tensor.to: _to,
     torch.Tensor.type: _type,
+    torch.distributed.all_to_all_single: _all_to_all_single,
 }
 
 

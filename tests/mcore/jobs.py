@@ -22,6 +22,7 @@ EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
 SEQ_LENGTH = 240  # cuts evenly over 2, 3 and 4 ranks
 TIMEOUT_S = 100
 
+_VALIDATION = re.compile(r"validation loss at iteration .*? lm loss value: ([0-9.E+-]+) \|")
 _LOSS = re.compile(r"\|\s*([a-z_0-9 ]*loss[a-z_0-9 ]*): ([0-9.E+-]+) \|")
 _NUMBERS = re.compile(r"iteration\s+(\d+)/")
 
@@ -30,10 +31,10 @@ MODEL = (  # noqa: SIM905 (a command line reads better as one)
     "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
     "--attention-dropout 0 --hidden-dropout 0 --max-position-embeddings 1024 "
     "--tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 4 "
-    "--lr 3e-3 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0 "
+    "--lr 3e-3 --lr-decay-style constant --lr-decay-iters 100 --weight-decay 0 --clip-grad 1.0 "
     "--calculate-per-token-loss --split 100,0,0 --eval-iters 0 --eval-interval 1000000 "
     "--log-interval 1 --num-workers 0 --seed 7 --save-interval 1000000 --save-wgrads-interval 1 "
-    "--transformer-impl local --no-save-optim --no-save-rng --ckpt-format torch"
+    "--transformer-impl local --ckpt-format torch"
 ).split()
 
 
@@ -42,7 +43,7 @@ class Result:
     """What a job left behind.
 
     Attributes:
-        losses: for each logged loss, its value at each step.
+        losses: for each logged loss, its value at each step; "validation" if there was any.
         folder: where Megatron saved; gradients lie below.
         log: all output.
     """
@@ -144,12 +145,14 @@ def train(
         *extra.split(),
     ]
     code, log = launch(arguments, num_processes=num_processes or cp)
-    assert code == 0, f"job failed with exit code {code}:\n{log[-8000:]}"
+    assert code == 0, f"job failed with exit code {code}:\n{log[-20000:]}"
     return Result(losses=_losses(log), folder=folder, log=log)
 
 
 def _losses(log: str) -> dict[str, list[float]]:
     losses: dict[str, list[float]] = {}
+    if validation := [float(value) for value in _VALIDATION.findall(log)]:
+        losses["validation"] = validation
     for line in log.splitlines():
         if _NUMBERS.search(line):
             for name, value in _LOSS.findall(line):

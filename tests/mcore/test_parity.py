@@ -37,6 +37,7 @@ MOE = (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
     "--moe-router-load-balancing-type none"
 )
+VALIDATION = "--split 70,30,0 --eval-interval 2 --eval-iters 1"
 MTP = "--mtp-num-layers 2"
 
 
@@ -94,6 +95,11 @@ CASES = {
     "cp2-dp2": Case(
         cp=2, others=2, reference_others=1, run=f"{PACKED} --use-distributed-optimizer"
     ),
+    # Masked labels leave ranks with unequal numbers of loss tokens, in training and validation.
+    "cp4-masked-labels": Case(cp=4, model=f"--eod-mask-loss {VALIDATION}"),
+    "cp2-dp2-masked-labels": Case(
+        cp=2, others=2, reference_others=1, model=f"--eod-mask-loss {VALIDATION}"
+    ),
     "cp2-tp2-sp": Case(cp=2, others=2, model=TP2),
     "cp2-pp2": Case(cp=2, others=2, model=PP2),
     "cp2-pp2-vpp2": against_one_rank(cp=2, others=2, model=VPP2),
@@ -101,6 +107,7 @@ CASES = {
     "cp2-mla": unpacked(cp=2, model=MLA, heads="", reference_impl="splitkv"),
     "cp2-mla-packed": against_one_rank(cp=2, model=MLA, heads=""),
     "cp2-moe-packed": Case(cp=2, model=MOE),
+    "cp2-ep2": Case(cp=2, model=f"{MOE} --expert-model-parallel-size 2", reference_others=2),
     "cp2-mtp": unpacked(cp=2, model=MTP),
     "cp2-mtp-packed": against_one_rank(cp=2, model=MTP),
     "cp2-window": unpacked(cp=2, model="--window-size 31,0"),
