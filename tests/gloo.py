@@ -17,7 +17,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 TIMEOUT_S = 60.0
@@ -69,7 +69,8 @@ class _Pool:
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        rendezvous = str(Path(mkdtemp(prefix="gloo-")) / "store")
+        self.folder = TemporaryDirectory(prefix="gloo-")
+        rendezvous = str(Path(self.folder.name) / "store")
         self.pipes: list[Connection] = []
         self.processes: list[ForkServerProcess] = []
         for rank in range(size):
@@ -112,6 +113,7 @@ class _Pool:
             process.kill()
         for process in self.processes:
             process.join()
+        self.folder.cleanup()
 
 
 GRACE_S = 10.0  # after a first failure: time for the other ranks to fail too
