@@ -67,7 +67,7 @@ args=(
     --train-iters "$TRAIN_ITERS"
     --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters $((TRAIN_ITERS / 20)) --min-lr 3e-4
     --clip-grad 1.0 --weight-decay 0.1
-    --calculate-per-token-loss
+    --calculate-per-token-loss --no-create-attention-mask-in-dataloader
     --data-path "$data" --data-cache-path "$OUT/data/cache" --split 100,0,0
     --tokenizer-type NullTokenizer --vocab-size 257
     --eval-iters 0 --eval-interval "$((TRAIN_ITERS + 1))"
@@ -85,5 +85,6 @@ if ((gpus > 0)); then
     fi
 fi
 
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the launcher shares the cores out; see its line
 exec "$PYTHON" -m torch.distributed.run --standalone \
     --nproc-per-node "$NPROC" -m megatron_splitkv.launch "$here/pretrain_gpt.py" "${args[@]}" "$@"

@@ -232,7 +232,7 @@ def _check_loss(args: Namespace) -> None:
 
 def _switch_defaults(args: Namespace) -> list[str]:
     notes = []
-    if args.create_attention_mask_in_dataloader:
+    if args.create_attention_mask_in_dataloader and not is_packed(args):  # else Megatron does it
         args.create_attention_mask_in_dataloader = False
         notes.append("set --no-create-attention-mask-in-dataloader: the plan is the mask")
     if is_packed(args) and args.apply_rope_fusion:

@@ -26,7 +26,6 @@ from megatron_splitkv.mcore import (
     cpu_arguments,
     cpu_mode,
     hooks,
-    norm,
     upstream_fixes,
 )
 
@@ -111,14 +110,17 @@ class Launcher:
             arguments.check_command_line(script_args)
         if cpu_mode.install():
             self._num_threads = cpu_arguments.share_cores()
+        # What imports Megatron or native kernels is imported only now: CPU mode quiets the notices
+        # of the first, and the second read the number of threads when they load.
         if self.impl == "splitkv" or cpu_mode.is_active():
+            from megatron_splitkv.mcore import norm
+
             self._installations.append(hooks.install(norm.norm_replacements()))
         self._installations.append(hooks.install(self._argument_hooks()))
         self._installations.append(hooks.install(upstream_fixes.wheel_replacements()))
         if self.impl == "splitkv":
             from megatron_splitkv.mcore import hook_table, session
 
-            # Imported only now: native kernels read the number of threads when they load.
             self._session = session.Session()
             table = hook_table.splitkv_replacements(self._session)
             self._num_hooks = len(table)

@@ -159,12 +159,10 @@ def test_switched_and_ignored_settings_are_named(parse):
     args = parse(PACKED + PER_TOKEN + "--cp-comm-type a2a --attention-backend flash")
     args.apply_rope_fusion = True
     notes = arguments.validate_splitkv_args(args)
-    assert args.create_attention_mask_in_dataloader is False
     assert args.apply_rope_fusion is False
     text = "\n".join(notes)
-    assert len(notes) == 4
+    assert len(notes) == 3
     for part in (
-        "set --no-create-attention-mask-in-dataloader",
         "set --no-rope-fusion",
         "ignoring --cp-comm-type a2a",
         "ignoring --attention-backend flash",
@@ -172,8 +170,10 @@ def test_switched_and_ignored_settings_are_named(parse):
         assert part in text
 
 
-def test_plain_command_line_gives_one_note(parse):
-    notes = arguments.validate_splitkv_args(parse())
+def test_dense_mask_of_the_dataloader_is_switched_off(parse):
+    args = parse()
+    notes = arguments.validate_splitkv_args(args)
+    assert args.create_attention_mask_in_dataloader is False
     assert [note.split(":")[0] for note in notes] == [
         "set --no-create-attention-mask-in-dataloader"
     ]
