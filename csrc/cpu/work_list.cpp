@@ -1,6 +1,7 @@
 #include "cpu/work_list.h"
 
 #include <algorithm>
+#include <cassert>
 #include <numeric>
 #include <utility>
 
@@ -68,6 +69,8 @@ WorkList build_work_list(const Rows& q, const Rows& k, const int32_t* kv_begin,
             keys += end - begin;
             for (int32_t key = begin; key < end;) {
                 const int32_t stop = std::min(end, end_of_key_tile(key));
+                // One turn counter orders the adds to a KV tile, so no piece may span two.
+                assert(key / kKeyTile == (stop - 1) / kKeyTile);
                 work.pieces.push_back({key, stop, 0});
                 key = stop;
             }

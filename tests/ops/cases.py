@@ -115,12 +115,20 @@ def scattered_intervals(rows: int, keys: int, rng: torch.Generator) -> tuple[Ten
     return begin[document].int(), (begin[document] + length).clamp(max=keys).int()
 
 
+def staggered_intervals(rows: int, keys: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Long intervals that start anywhere: row tiles overlap, and starts are not those of KV tiles."""
+    begin = torch.randint(0, max(keys // 2, 1), (1 + rows // 50,), generator=rng)
+    begin = begin.repeat_interleave(50)[:rows]
+    return begin.int(), (begin + keys // 2).int()
+
+
 INTERVALS: dict[str, Intervals] = {
     "random": random_intervals,
     "causal": causal_intervals,
     "full": full_intervals,
     "window": window_intervals,
     "scattered": scattered_intervals,
+    "staggered": staggered_intervals,
 }
 
 

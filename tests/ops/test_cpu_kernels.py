@@ -56,7 +56,7 @@ def _run(case: Case) -> list[Tensor]:
 
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("heads", [(3, 1), (4, 4)])
-@pytest.mark.parametrize("intervals", ["full", "causal", "scattered"])
+@pytest.mark.parametrize("intervals", ["full", "causal", "scattered", "staggered"])
 def test_bitwise_the_same_for_any_number_of_threads(intervals: str, heads: tuple[int, int]) -> None:
     """dk and dv are sums over row tiles that different threads compute."""
     shape = Shape(rows=300, keys=600, heads_q=heads[0], heads_kv=heads[1])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_splitkv.ops import merge_partials_, partial_attention
+from megatron_splitkv.ops import merge_partials_, partial_attention, partial_attention_backward
 from tests import tolerances
 from tests.ops.cases import INTERVALS, Case, Shape, check_backward, check_forward, make_case
 from tests.oracle import assert_lse_matches, assert_matches, attend, mask_from_documents
@@ -85,6 +85,41 @@ def test_conversions_of_special_values(value: float) -> None:
                 )
                 expected = v.to(out_dtype).expand(2, 1, 4)
                 torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_output_ties_round_to_even() -> None:
+    """Halfway cases that random values never hit, as unrounded fp32 values of one visible key."""
+    for dtype, bits in ((torch.bfloat16, 8), (torch.float16, 11)):
+        halves = torch.tensor([1.0, 3.0, 5.0, -1.0, -3.0]) * 2.0**-bits
+        v = (torch.sign(halves) + halves).reshape(1, 1, -1)
+        key = torch.zeros(1, dtype=torch.int32)
+        q = torch.ones(1, 1, 4)
+        out, _ = partial_attention(q, q, v, key, key + 1, softmax_scale=1.0, out_dtype=dtype)
+        assert torch.equal(out, v.to(dtype))
+
+
+def test_exponential_is_accurate() -> None:
+    """With one key, lse = 0 and dout = 1, backward gives dv = exp(score) itself."""
+    scores = torch.linspace(-2.0, 2.0, 4001)
+    keys = torch.arange(4001, dtype=torch.int32)
+    ones, zeros = torch.ones(4001, 1, 1), torch.zeros(4001, 1)
+    dk, dv = torch.zeros(4001, 1, 1), torch.zeros(4001, 1, 1)
+    partial_attention_backward(
+        ones,
+        scores[:, None, None],
+        ones,
+        ones,
+        zeros,
+        zeros,
+        keys,
+        keys + 1,
+        dk,
+        dv,
+        softmax_scale=1.0,
+    )
+    expected = torch.exp(scores.double())
+    # Two roundings of a base-2 exponent below 3 (2e-7 each, times ln 2) and the polynomial.
+    assert float((dv[:, 0, 0].double() / expected - 1.0).abs().max()) < 5e-7
 
 
 def _with_strides(tensor: Tensor, head_gap: int, is_head_major: bool) -> Tensor:
