@@ -116,7 +116,7 @@ def scattered_intervals(rows: int, keys: int, rng: torch.Generator) -> tuple[Ten
 
 
 def staggered_intervals(rows: int, keys: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Long intervals that start anywhere: row tiles overlap, and starts are not those of KV tiles."""
+    """Long intervals that start anywhere: row tiles overlap, KV tiles are cut."""
     begin = torch.randint(0, max(keys // 2, 1), (1 + rows // 50,), generator=rng)
     begin = begin.repeat_interleave(50)[:rows]
     return begin.int(), (begin + keys // 2).int()
