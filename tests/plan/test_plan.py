@@ -74,6 +74,8 @@ def test_repeated_is_a_plan_of_the_copies(pack, cp_size, times):
     copies = plan.repeated(times)
     assert copies.doc_lens == tuple(lens) * times
     assert copies.padded_lens == tuple(padded) * times
+    assert copies.runs.tolist() == sorted(copies.runs.tolist())
+    assert not copies.runs.flags.writeable
     np.testing.assert_array_equal(owner_of_tokens(copies), np.tile(owner_of_tokens(plan), times))
     assert copies.costs == tuple(cost * times for cost in plan.costs)
     assert copies.model().num_rows == sum(copies.query_rows) == times * sum(plan.query_rows)
