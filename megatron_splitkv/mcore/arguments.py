@@ -4,7 +4,7 @@ The same text is raised on every rank, before any model or process group exists.
 configuration object can also hold is checked again in the module's constructor (`refusals`).
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 
 from megatron_splitkv.config import SplitKVConfig
@@ -79,6 +79,12 @@ def add_splitkv_args(parser: ArgumentParser) -> ArgumentParser:
         help="exchanges that the other ranks' queries are cut into: 1 is everything at once, 8 "
         "takes less memory and overlaps more (default: %(default)s)",
     )
+    _add_exchange_args(group, defaults)
+    return parser
+
+
+def _add_exchange_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
+    """What travels, what is kept of it, and how ranks agree."""
     group.add_argument(
         "--splitkv-partial-dtype",
         default=defaults.partial_dtype,
@@ -115,7 +121,6 @@ def add_splitkv_args(parser: ArgumentParser) -> ArgumentParser:
         "without context parallelism, or by each rank's own, as Megatron does "
         "(default: %(default)s)",
     )
-    return parser
 
 
 def splitkv_config_from_args(args: Namespace) -> SplitKVConfig:
@@ -220,7 +225,7 @@ def _check_packed(args: Namespace) -> None:
 
 def _check_loss(args: Namespace) -> None:
     """Ranks that count different numbers of loss tokens must not each take their own mean."""
-    uneven = is_packed(args) or (args.eod_mask_loss and args.context_parallel_size > 1)
+    uneven = args.context_parallel_size > 1 and (is_packed(args) or args.eod_mask_loss)
     if uneven and not args.calculate_per_token_loss:
         cause = "packed documents" if is_packed(args) else "--eod-mask-loss"
         raise ValueError(

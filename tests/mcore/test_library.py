@@ -129,6 +129,25 @@ def test_hand_built_model_equals_the_stock_one(settings: dict) -> None:
     run_gloo(2, check_model_against_stock, settings)
 
 
+def check_all_labels_masked() -> None:
+    from megatron_splitkv.mcore.batch import shard_batch
+    from megatron_splitkv.mcore.plans import PlanBook
+
+    with megatron_groups() as (whole, _):
+        book = PlanBook(SplitKVConfig())
+        model = build_model(whole, book)
+        batch = make_batch(1)
+        batch["loss_mask"].zero_()
+        loss = loss_of(model, shard_batch(batch, whole.cp, book))
+        loss.backward()
+        assert loss == 0
+        assert all(not gradient.any() for gradient in gradients_of(model).values())
+
+
+def test_a_batch_without_labels_has_loss_and_gradients_zero() -> None:
+    run_gloo(2, check_all_labels_masked)
+
+
 def check_microbatches_in_flight() -> None:
     from megatron_splitkv.mcore.batch import shard_batch
     from megatron_splitkv.mcore.plans import PlanBook
