@@ -24,7 +24,8 @@ from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
 from megatron_splitkv.plan import Causal, Plan, Queries, make_plan
 
-MAX_REMEMBERED = 64  # plans and contexts kept; more microbatches than this are seldom in flight
+MAX_PLANS = 64  # small; a data set without packing needs one for each batch size
+MAX_CONTEXTS = 32  # each holds index tensors of its microbatch; more are seldom in flight
 
 
 class PlanBook:
@@ -39,8 +40,8 @@ class PlanBook:
     def __init__(self, config: SplitKVConfig | None = None, queries: Queries | None = None) -> None:
         self.config = config or SplitKVConfig()
         self.queries = queries or Causal()
-        self._plans = _Memo[Plan]()
-        self._contexts = _Memo[SplitKVContext]()
+        self._plans = _Memo[Plan](MAX_PLANS)
+        self._contexts = _Memo[SplitKVContext](MAX_CONTEXTS)
         self._by_tensor = WeakIdKeyDictionary()
         self._checked_groups: set[ProcessGroup] = set()
 
@@ -56,15 +57,17 @@ class PlanBook:
             ValueError: the ranks were fed different documents, or `cu_seqlens` is no such list.
         """
         base = cu_seqlens if cu_seqlens._base is None else cu_seqlens._base
-        remembered = self._by_tensor.get(base)
-        if remembered is not None and remembered[0] == base._version:
-            return remembered[1]
+        remembered: dict[Hashable, Plan] = self._by_tensor.get(base, {})
+        window = _window(cu_seqlens)
+        if window in remembered:
+            return remembered[window]
         ends = cu_seqlens.flatten().tolist()
         plan = self._plans.get(
             (tuple(ends), cp_group.size()), lambda: self._plan(_lengths(ends), cp_group.size())
         )
         self._check(plan, cp_group, cu_seqlens.device)
-        self._by_tensor[base] = (base._version, plan)
+        if window is not None:
+            self._by_tensor[base] = remembered | {window: plan}
         return plan
 
     def unpacked(
@@ -112,8 +115,8 @@ class PlanBook:
 
     def forget(self) -> None:
         """Drops everything that was remembered, and with it the process groups."""
-        self._plans = _Memo[Plan]()
-        self._contexts = _Memo[SplitKVContext]()
+        self._plans.clear()
+        self._contexts.clear()
         self._by_tensor.clear()
         self._checked_groups.clear()
 
@@ -138,16 +141,31 @@ class PlanBook:
 class _Memo[T]:
     """The last results of a pure function."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._entries: OrderedDict[Hashable, T] = OrderedDict()
 
     def get(self, key: Hashable, build: Callable[[], T]) -> T:
         if key not in self._entries:
             self._entries[key] = build()
-            if len(self._entries) > MAX_REMEMBERED:
+            if len(self._entries) > self._capacity:
                 self._entries.popitem(last=False)
         self._entries.move_to_end(key)
         return self._entries[key]
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
+def _window(tensor: Tensor) -> Hashable | None:
+    """What of its base a tensor shows, and which version of it; equal for `[n]` and `[1, n]`.
+
+    None for a tensor of inference mode, which does not say when it is written to.
+    """
+    if tensor.is_inference():
+        return None
+    dims = tuple(dim for dim in zip(tensor.shape, tensor.stride(), strict=True) if dim[0] != 1)
+    return tensor._version, tensor.storage_offset(), dims
 
 
 def transport_of(cp_group: ProcessGroup) -> Transport | None:

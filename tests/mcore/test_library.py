@@ -229,6 +229,9 @@ def check_reused_buffer() -> None:
         assert book.packed(ends[None].squeeze(0), whole.cp).doc_lens == (10, 22)
         ends[1] = 12  # the next microbatch in the same buffer
         assert book.packed(ends, whole.cp).doc_lens == (12, 20)
+        both = torch.tensor([[0, 10, 32], [0, 16, 32]], dtype=torch.int32)  # rows of one tensor
+        assert book.packed(both[0], whole.cp).doc_lens == (10, 22)
+        assert book.packed(both[1], whole.cp).doc_lens == (16, 16)
 
 
 def test_a_buffer_that_is_used_again_is_read_again() -> None:
