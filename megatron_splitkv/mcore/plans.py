@@ -6,7 +6,7 @@ in any order, and each model may have a book of its own.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, MutableMapping
 from itertools import pairwise
 
 import torch
@@ -42,7 +42,7 @@ class PlanBook:
         self.queries = queries or Causal()
         self._plans = _Memo[Plan](MAX_PLANS)
         self._contexts = _Memo[SplitKVContext](MAX_CONTEXTS)
-        self._by_tensor = WeakIdKeyDictionary()
+        self._by_tensor: MutableMapping[Tensor, dict[Hashable, Plan]] = WeakIdKeyDictionary()
         self._checked_groups: set[ProcessGroup] = set()
 
     def packed(self, cu_seqlens: Tensor, cp_group: ProcessGroup) -> Plan:
@@ -57,7 +57,7 @@ class PlanBook:
             ValueError: the ranks were fed different documents, or `cu_seqlens` is no such list.
         """
         base = cu_seqlens if cu_seqlens._base is None else cu_seqlens._base
-        remembered: dict[Hashable, Plan] = self._by_tensor.get(base, {})
+        remembered = self._by_tensor.get(base, {})
         window = _window(cu_seqlens)
         if window in remembered:
             return remembered[window]
