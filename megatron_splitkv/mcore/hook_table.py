@@ -12,6 +12,7 @@ from megatron_splitkv.mcore import batch, mtp, rotary
 from megatron_splitkv.mcore.arguments import is_packed
 from megatron_splitkv.mcore.hooks import Replacement
 from megatron_splitkv.mcore.module import SplitKVAttention
+from megatron_splitkv.mcore.plans import PlanBook
 from megatron_splitkv.mcore.session import Session
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
@@ -36,9 +37,20 @@ def splitkv_replacements(session: Session) -> list[Replacement]:
     return [
         Replacement(target=LOCAL_ATTENTION, function=attention, signature=("self",)),
         Replacement(target=TE_ATTENTION, function=attention, signature=("self",)),
+        *order_replacements(lambda: session.book),
+    ]
+
+
+def order_replacements(book: Callable[[], PlanBook]) -> list[Replacement]:
+    """Whatever must agree on the order of tokens: batch, rotary positions and the MTP roll.
+
+    Args:
+        book: gives the model's plans; asked at each call.
+    """
+    return [
         Replacement(
             target=BATCH,
-            function=_with_book(session, batch.get_batch_on_this_cp_rank),
+            function=_with_book(book, batch.get_batch_on_this_cp_rank),
             also=("megatron.training.training",),
             signature=(
                 "batch",
@@ -50,7 +62,7 @@ def splitkv_replacements(session: Session) -> list[Replacement]:
         ),
         Replacement(
             target=ROTARY_SLICE,
-            function=_with_book(session, rotary.get_pos_emb_on_this_cp_rank),
+            function=_with_book(book, rotary.get_pos_emb_on_this_cp_rank),
             also=(
                 f"{_EMBEDDINGS}.rotary_pos_embedding",
                 f"{_EMBEDDINGS}.yarn_rotary_pos_embedding",
@@ -59,7 +71,7 @@ def splitkv_replacements(session: Session) -> list[Replacement]:
         ),
         Replacement(
             target=ROTARY_PACKED,
-            function=_with_book(session, rotary.apply_rotary_pos_emb_thd),
+            function=_with_book(book, rotary.apply_rotary_pos_emb_thd),
             signature=(
                 "t",
                 "cu_seqlens",
@@ -73,7 +85,7 @@ def splitkv_replacements(session: Session) -> list[Replacement]:
         ),
         Replacement(
             target=MTP_ROLL,
-            function=_with_book(session, mtp.roll_tensor),
+            function=_with_book(book, mtp.roll_tensor),
             signature=("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
         ),
     ]
@@ -106,10 +118,12 @@ def expected_calls(args: Namespace) -> list[str]:
     return expected
 
 
-def _with_book(session: Session, function: Callable[..., object]) -> Callable[..., object]:
-    """`function` with the run's plan book as its first argument."""
+def _with_book(
+    book: Callable[[], PlanBook], function: Callable[..., object]
+) -> Callable[..., object]:
+    """`function` with the plan book as its first argument."""
 
     def call(*args: object, **kwargs: object) -> object:
-        return function(session.book, *args, **kwargs)
+        return function(book(), *args, **kwargs)
 
     return call

@@ -129,6 +129,11 @@ def install(replacements: Sequence[Replacement]) -> Installation:
     return installation
 
 
+def is_replaced(owner: object, name: str) -> bool:
+    """Whether `owner.name` is a hook of ours."""
+    return hasattr(getattr(owner, name), _ORIGINAL)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
     replacement: Replacement

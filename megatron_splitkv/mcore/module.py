@@ -20,6 +20,7 @@ from megatron_splitkv.attention import SplitKVContext, splitkv_attention
 from megatron_splitkv.errors import UnsupportedError
 from megatron_splitkv.mcore.plans import PlanBook
 from megatron_splitkv.mcore.refusals import (
+    refuse_other_mask,
     refuse_unsupported_call,
     refuse_unsupported_config,
     refuse_unsupported_layer,
@@ -34,12 +35,15 @@ class SplitKVAttention(MegatronModule):
     Without parameters, except `softmax_offset` where `softmax_type` is "learnable"; state-dict
     keys are those of the stock module.
 
+    Built from the subclass that `with_book` makes: layers, batch and rotary positions of a model
+    must ask one book.
+
     Attributes:
-        book: where plans come from. `with_book` makes a subclass with a book of its own.
+        book: where plans come from.
         on_call: if set, told the plan and the shape of each call, on every rank.
     """
 
-    book: ClassVar[PlanBook] = PlanBook()
+    book: ClassVar[PlanBook]
     on_call: ClassVar[Callable[[Plan, AttentionShape], None] | None] = None
 
     def __init__(  # noqa: PLR0913 (the parameters are those of Megatron)
@@ -73,7 +77,12 @@ class SplitKVAttention(MegatronModule):
         """
         super().__init__(config=config)
         refuse_unsupported_config(config, attention_dropout)
-        refuse_unsupported_layer(attention_type, attn_mask_type)
+        refuse_unsupported_layer(attention_type, attn_mask_type, config)
+        if not hasattr(self, "book"):
+            raise ValueError(
+                "SplitKVAttention has no book of plans; build SplitKVAttention.with_book(book), or "
+                "put it into a spec with apply_to_spec(spec, book)"
+            )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.pg_collection = groups
         self.tp_group = groups.tp
@@ -123,7 +132,7 @@ class SplitKVAttention(MegatronModule):
                 of this tensor-parallel rank.
             key, value: `[s, b, Hkv, D]` and `[s, b, Hkv, Dv]`, packed without `b`.
             attention_mask: must be None; documents come as cu_seqlens.
-            attn_mask_type: the mask of this call, by default the layer's.
+            attn_mask_type: None, or the layer's own mask.
             attention_bias: must be None.
             packed_seq_params: Megatron's own, with the global cu_seqlens; None when not packed.
         Returns:
@@ -133,8 +142,8 @@ class SplitKVAttention(MegatronModule):
             ValueError: the tensors do not fit the plan.
         """
         refuse_unsupported_call(attention_mask, attention_bias)
-        if attn_mask_type is not None and attn_mask_type != self.attn_mask_type:
-            refuse_unsupported_layer("self", attn_mask_type)
+        if attn_mask_type is not None:
+            refuse_other_mask(attn_mask_type, self.attn_mask_type)
         if packed_seq_params is not None:
             out = self._attend(query, key, value, self._packed_plan(query, packed_seq_params))
             return out.flatten(1)
@@ -170,6 +179,11 @@ class SplitKVAttention(MegatronModule):
             raise ValueError(
                 f"query has {len(query)} tokens, but cu_seqlens ends at {plan.num_tokens}, which "
                 f"gives this context-parallel rank {own}; was the batch sharded by split-kv?"
+            )
+        if self.book.packed(kv_cu_seqlens(params), self.cp_group) != plan:
+            raise UnsupportedError(
+                "packed_seq_params with cu_seqlens_kv unlike cu_seqlens_q is not supported by "
+                "split-kv attention, which replaces self-attention; give both the same documents"
             )
         return plan
 
@@ -218,6 +232,14 @@ def layout_cu_seqlens(params: PackedSeqParams) -> Tensor:
         )
     padded = params.cu_seqlens_q_padded
     return params.cu_seqlens_q if padded is None else padded
+
+
+def kv_cu_seqlens(params: PackedSeqParams) -> Tensor:
+    """Like `layout_cu_seqlens`, for the keys; where Megatron names none, those of the queries."""
+    for cu_seqlens in (params.cu_seqlens_kv_padded, params.cu_seqlens_kv):
+        if cu_seqlens is not None:
+            return cu_seqlens
+    return layout_cu_seqlens(params)
 
 
 def _layer_queries(

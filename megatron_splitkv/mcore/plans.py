@@ -7,7 +7,9 @@ in any order, and each model may have a book of its own.
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, MutableMapping
+from dataclasses import dataclass, field
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,8 +26,7 @@ from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
 from megatron_splitkv.plan import Causal, Plan, Queries, make_plan
 
-MAX_PLANS = 64  # small; a data set without packing needs one for each batch size
-MAX_CONTEXTS = 32  # each holds index tensors of its microbatch; more are seldom in flight
+MAX_PLANS = 8  # unpacked data needs one for each batch size; packed plans also live by their tensor
 
 
 class PlanBook:
@@ -40,9 +41,12 @@ class PlanBook:
     def __init__(self, config: SplitKVConfig | None = None, queries: Queries | None = None) -> None:
         self.config = config or SplitKVConfig()
         self.queries = queries or Causal()
-        self._plans = _Memo[Plan](MAX_PLANS)
-        self._contexts = _Memo[SplitKVContext](MAX_CONTEXTS)
-        self._by_tensor: MutableMapping[Tensor, dict[Hashable, Plan]] = WeakIdKeyDictionary()
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._by_tensor: MutableMapping[Tensor, _TensorPlans] = WeakIdKeyDictionary()
+        # Index tensors on the device: they go with the last user of their plan.
+        self._contexts: WeakKeyDictionary[Plan, dict[Hashable, SplitKVContext]] = (
+            WeakKeyDictionary()
+        )
         self._checked_groups: set[ProcessGroup] = set()
 
     def packed(self, cu_seqlens: Tensor, cp_group: ProcessGroup) -> Plan:
@@ -57,17 +61,20 @@ class PlanBook:
             ValueError: the ranks were fed different documents, or `cu_seqlens` is no such list.
         """
         base = cu_seqlens if cu_seqlens._base is None else cu_seqlens._base
-        remembered = self._by_tensor.get(base, {})
-        window = _window(cu_seqlens)
-        if window in remembered:
-            return remembered[window]
+        known = self._by_tensor.get(base)
+        if known is None or known.version != _version(base):
+            known = _TensorPlans(version=_version(base))
+        window = (*_window(cu_seqlens), cp_group.size())
+        if window in known.plans:
+            return known.plans[window]
         ends = cu_seqlens.flatten().tolist()
-        plan = self._plans.get(
+        plan, _ = self._remembered(
             (tuple(ends), cp_group.size()), lambda: self._plan(_lengths(ends), cp_group.size())
         )
         self._check(plan, cp_group, cu_seqlens.device)
-        if window is not None:
-            self._by_tensor[base] = remembered | {window: plan}
+        if known.version is not None:
+            known.plans[window] = plan
+            self._by_tensor[base] = known
         return plan
 
     def unpacked(
@@ -89,11 +96,11 @@ class PlanBook:
                 f"seq_length={seq_len} must be a multiple of context_parallel_size={cp_size}, "
                 "because every rank holds equally many tokens of each sequence; change one of them"
             )
-        plan = self._plans.get(
+        plan, is_new = self._remembered(
             (seq_len, batch_size, cp_size),
             lambda: self._plan([seq_len], cp_size).repeated(batch_size),
         )
-        if cp_group not in self._checked_groups:
+        if is_new or cp_group not in self._checked_groups:
             self._check(plan, cp_group, device)
         return plan
 
@@ -102,16 +109,16 @@ class PlanBook:
     ) -> SplitKVContext:
         """What an attention layer with mask `queries` runs on, with its tensors on `device`."""
 
-        def build() -> SplitKVContext:
+        contexts = self._contexts.setdefault(plan, {})
+        key = (cp_group, device, queries)
+        if key not in contexts:
             layout = build_layout(
                 plan, cp_group.rank(), num_stages=self.config.num_stages, queries=queries
             )
-            return SplitKVContext(
+            contexts[key] = SplitKVContext(
                 layout=layout.to(device), transport=transport_of(cp_group), config=self.config
             )
-
-        key = (plan, cp_group, device, queries)
-        return self._contexts.get(key, build)
+        return contexts[key]
 
     def forget(self) -> None:
         """Drops everything that was remembered, and with it the process groups."""
@@ -119,6 +126,16 @@ class PlanBook:
         self._contexts.clear()
         self._by_tensor.clear()
         self._checked_groups.clear()
+
+    def _remembered(self, key: Hashable, build: Callable[[], Plan]) -> tuple[Plan, bool]:
+        """The plan of `key`, and whether it had to be made."""
+        is_new = key not in self._plans
+        if is_new:
+            self._plans[key] = build()
+            if len(self._plans) > MAX_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
+        return self._plans[key], is_new
 
     def _plan(self, doc_lens: list[int], cp_size: int) -> Plan:
         return make_plan(
@@ -138,34 +155,23 @@ class PlanBook:
         self._checked_groups.add(cp_group)
 
 
-class _Memo[T]:
-    """The last results of a pure function."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TensorPlans:
+    """Plans read from one tensor while it was in one version."""
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._entries: OrderedDict[Hashable, T] = OrderedDict()
-
-    def get(self, key: Hashable, build: Callable[[], T]) -> T:
-        if key not in self._entries:
-            self._entries[key] = build()
-            if len(self._entries) > self._capacity:
-                self._entries.popitem(last=False)
-        self._entries.move_to_end(key)
-        return self._entries[key]
-
-    def clear(self) -> None:
-        self._entries.clear()
+    version: int | None
+    plans: dict[Hashable, Plan] = field(default_factory=dict)
 
 
-def _window(tensor: Tensor) -> Hashable | None:
-    """What of its base a tensor shows, and which version of it; equal for `[n]` and `[1, n]`.
+def _version(tensor: Tensor) -> int | None:
+    """Count of writes to a tensor; one of inference mode has none, and is never remembered."""
+    return None if tensor.is_inference() else tensor._version
 
-    None for a tensor of inference mode, which does not say when it is written to.
-    """
-    if tensor.is_inference():
-        return None
+
+def _window(tensor: Tensor) -> tuple[Hashable, ...]:
+    """What of its base a tensor shows; equal for `[n]` and `[1, n]`."""
     dims = tuple(dim for dim in zip(tensor.shape, tensor.stride(), strict=True) if dim[0] != 1)
-    return tensor._version, tensor.storage_offset(), dims
+    return tensor.storage_offset(), dims
 
 
 def transport_of(cp_group: ProcessGroup) -> Transport | None:

@@ -4,10 +4,12 @@ Checked when the module is built, so that it also holds for frameworks that make
 `TransformerConfig` without Megatron's command line.
 """
 
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_splitkv.errors import UnsupportedError
+from megatron_splitkv.mcore import hooks
 
 _OTHER_IMPL = "or use --context-parallel-impl megatron"
 _SUPPORTED_MASKS = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.no_mask)
@@ -50,8 +52,15 @@ def refuse_unsupported_config(config: TransformerConfig, attention_dropout: floa
         (
             "window_size",
             config.window_size,
-            config.window_size is not None and tuple(config.window_size)[1] != 0,
-            "use a window that ends at the row itself, (w, 0)",
+            config.window_size is not None
+            and (config.window_size[0] < 0 or config.window_size[1] != 0),
+            "use a window of w >= 0 keys that ends at the row itself, (w, 0), or leave it out",
+        ),
+        (
+            "mtp_num_layers",
+            config.mtp_num_layers,
+            bool(config.mtp_num_layers) and not _roll_follows_plans(),
+            "its roll must follow the plan: use the launcher, or mcore.library.follow_plans",
         ),
     )
     for name, value, is_refused, way_out in refused:
@@ -61,7 +70,14 @@ def refuse_unsupported_config(config: TransformerConfig, attention_dropout: floa
             )
 
 
-def refuse_unsupported_layer(attention_type: str, attn_mask_type: AttnMaskType) -> None:
+def _roll_follows_plans() -> bool:
+    """Whether the roll of multi-token prediction is ours; Megatron's own assumes zig-zag order."""
+    return hooks.is_replaced(multi_token_prediction, "roll_tensor")
+
+
+def refuse_unsupported_layer(
+    attention_type: str, attn_mask_type: AttnMaskType, config: TransformerConfig
+) -> None:
     """Raises for a layer that is not self-attention under a mask that has a spec.
 
     Raises:
@@ -76,6 +92,27 @@ def refuse_unsupported_layer(attention_type: str, attn_mask_type: AttnMaskType) 
         raise UnsupportedError(
             f"attn_mask_type={attn_mask_type} is not supported by split-kv attention; use "
             f"{', '.join(str(mask) for mask in _SUPPORTED_MASKS)}, {_OTHER_IMPL}"
+        )
+    if attn_mask_type == AttnMaskType.no_mask and config.window_size is not None:
+        raise UnsupportedError(
+            f"window_size={config.window_size} with attn_mask_type={attn_mask_type} is not "
+            f"supported by split-kv attention, whose windows are causal; leave one out, "
+            f"{_OTHER_IMPL}"
+        )
+
+
+def refuse_other_mask(asked: AttnMaskType, built: AttnMaskType) -> None:
+    """Raises where a call asks for another mask than the layer was built with.
+
+    Raises:
+        UnsupportedError: names both masks.
+    """
+    if (asked == AttnMaskType.no_mask) != (built == AttnMaskType.no_mask) or (
+        asked not in _SUPPORTED_MASKS
+    ):
+        raise UnsupportedError(
+            f"attn_mask_type={asked} in a call of a layer built with {built} is not supported by "
+            f"split-kv attention; build the layer with the mask it is called with, {_OTHER_IMPL}"
         )
 
 

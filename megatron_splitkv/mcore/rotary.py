@@ -9,6 +9,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
 
 from megatron_splitkv.comm import ProcessGroup
+from megatron_splitkv.errors import UnsupportedError
 from megatron_splitkv.mcore.plans import PlanBook
 from megatron_splitkv.plan import Plan
 
@@ -81,8 +82,8 @@ def _freq_rows(
 def wrap_rotary(model: torch.nn.Module, book: PlanBook) -> None:
     """Makes the rotary embeddings of one model follow its plans, without replacing any function.
 
-    For models built by hand with sequences that are not packed; packed documents go through
-    `apply_rotary_pos_emb_thd`, which the launcher puts in Megatron's place.
+    For models built by hand with sequences that are not packed; packed documents are refused here
+    and need `mcore.library.follow_plans`.
 
     Args:
         model: searched for modules with Megatron's rotary interface.
@@ -111,8 +112,13 @@ def _wrap_one(module: torch.nn.Module, book: PlanBook) -> None:
     def forward(*args: object, **kwargs: object) -> object:
         kwargs.pop("cp_group", None)
         result = whole_forward(*args, **kwargs)
-        if kwargs.get("packed_seq") or cp_group is None or cp_group.size() == 1:
+        if cp_group is None or cp_group.size() == 1:
             return result
+        if kwargs.get("packed_seq"):
+            raise UnsupportedError(
+                "packed_seq_params with wrap_rotary: Megatron would rotate packed documents in its "
+                "own zig-zag order; use the launcher, or mcore.library.follow_plans instead"
+            )
         if isinstance(result, tuple):  # yarn: angles and a scale
             return get_pos_emb_on_this_cp_rank(book, result[0], 0, cp_group), *result[1:]
         return get_pos_emb_on_this_cp_rank(book, result, 0, cp_group)

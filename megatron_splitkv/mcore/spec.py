@@ -9,19 +9,19 @@ from megatron_splitkv.mcore.module import SplitKVAttention
 from megatron_splitkv.mcore.plans import PlanBook
 
 
-def apply_to_spec[T](spec: T, book: PlanBook | None = None) -> T:
+def apply_to_spec[T](spec: T, book: PlanBook) -> T:
     """A copy of a layer or block spec whose self-attention runs Split-KV.
 
     Args:
         spec: a `ModuleSpec`, block submodules, or anything that holds them; every
             `core_attention` inside is replaced, also those of multi-token prediction.
-        book: the model's plans; None takes the module's own.
+        book: the model's plans, the same that shard its batches.
     Returns:
         The copy; `spec` itself is untouched.
     Raises:
         ValueError: the spec has no core attention.
     """
-    attention = SplitKVAttention if book is None else SplitKVAttention.with_book(book)
+    attention = SplitKVAttention.with_book(book)
     changed = copy.deepcopy(spec)
     if _replace_in(changed, attention) == 0:
         raise ValueError(

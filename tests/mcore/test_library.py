@@ -4,8 +4,10 @@ Two real gloo ranks hold the model; the reference is the stock model on one rank
 `DotProductAttention`. Also: books and microbatches that must not disturb each other.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_splitkv.config import SplitKVConfig
-from megatron_splitkv.plan import Window
+from megatron_splitkv.plan import Plan, Window
 from tests.gloo import run_gloo
 from tests.tolerances import FP32
 
@@ -40,7 +42,7 @@ def megatron_groups() -> Iterator[tuple[object, object]]:
         cpu_mode.uninstall()
 
 
-def build_model(groups, book=None, **settings):
+def build_model(groups, book=None, *, wraps_rotary=True, **settings):
     """A toy GPT with the stock attention, or with Split-KV if it gets a book."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -67,7 +69,7 @@ def build_model(groups, book=None, **settings):
         position_embedding_type="rope",
         pg_collection=groups,
     )
-    if book is not None:
+    if book is not None and wraps_rotary:
         wrap_rotary(model, book)
     return model
 
@@ -83,8 +85,11 @@ def make_batch(seed: int) -> dict[str, Tensor]:
     }
 
 
-def loss_of(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+def loss_of(model: torch.nn.Module, batch: dict[str, Tensor], packed=None) -> Tensor:
+    losses = model(
+        batch["tokens"], batch["position_ids"], None, labels=batch["labels"],
+        packed_seq_params=packed,
+    )  # fmt: skip
     return (losses * batch["loss_mask"]).sum()
 
 
@@ -127,6 +132,84 @@ def check_model_against_stock(settings: dict) -> None:
 )  # fmt: skip
 def test_hand_built_model_equals_the_stock_one(settings: dict) -> None:
     run_gloo(2, check_model_against_stock, settings)
+
+
+def packed_params(ends: Tensor):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    longest = int((ends[1:] - ends[:-1]).max())
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )  # fmt: skip
+
+
+def check_packed_model(lengths: list[int]) -> None:
+    """Packed documents of one sequence equal the stock model on each document alone."""
+    from megatron_splitkv.mcore.batch import shard_batch
+    from megatron_splitkv.mcore.library import follow_plans
+    from megatron_splitkv.mcore.plans import PlanBook
+
+    with megatron_groups() as (whole, alone):
+        batch = {key: tensor[:1] for key, tensor in make_batch(1).items()}
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        stock = build_model(alone)
+        for begin, end in pairwise(ends.tolist()):
+            document = {key: tensor[:, begin:end] for key, tensor in batch.items()}
+            document["position_ids"] = torch.arange(end - begin)[None]
+            if end > begin:
+                loss_of(stock, document).backward()
+        expected = gradients_of(stock)
+
+        book = PlanBook(SplitKVConfig())
+        installation = follow_plans(book)
+        model = build_model(whole, book, wraps_rotary=False)
+        sharded = shard_batch(batch | {"cu_seqlens": ends[None]}, whole.cp, book)
+        loss_of(model, sharded, packed_params(ends)).backward()
+        for name, gradient in gradients_of(model).items():
+            dist.all_reduce(gradient)
+            error = (gradient - expected[name]).norm() / expected[name].norm()
+            assert error <= FP32.rel_l2, f"{name}: {error:.2e}"
+        installation.uninstall()
+
+
+@pytest.mark.parametrize("lengths", [[48], [30, 0, 1, 17], [1] * 48], ids=str)
+def test_packed_documents_equal_the_stock_model_on_each_alone(lengths: list[int]) -> None:
+    run_gloo(2, check_packed_model, lengths)
+
+
+def check_refusals() -> None:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_splitkv.errors import UnsupportedError
+    from megatron_splitkv.mcore.batch import shard_batch
+    from megatron_splitkv.mcore.plans import PlanBook
+
+    with megatron_groups() as (whole, _):
+        book = PlanBook(SplitKVConfig())
+        model = build_model(whole, book)
+        batch = {key: tensor[:1] for key, tensor in make_batch(1).items()}
+        ends = torch.tensor([0, 20, LENGTH], dtype=torch.int32)
+        sharded = shard_batch(batch | {"cu_seqlens": ends[None]}, whole.cp, book)
+        with pytest.raises(UnsupportedError, match="packed_seq_params with wrap_rotary"):
+            loss_of(model, sharded, packed_params(ends))
+        attention = model.decoder.layers[0].self_attention.core_attention
+        q = torch.zeros(LENGTH // 2, 4, 8)
+        k = v = torch.zeros(LENGTH // 2, 2, 8)
+        with pytest.raises(UnsupportedError, match=r"no_mask in a call of a layer built with"):
+            attention(q[:, None], k[:, None], v[:, None], None, AttnMaskType.no_mask)
+        other = packed_params(ends)
+        other.cu_seqlens_kv = torch.tensor([0, 21, LENGTH], dtype=torch.int32)
+        with pytest.raises(UnsupportedError, match="cu_seqlens_kv unlike cu_seqlens_q"):
+            attention(q, k, v, None, packed_seq_params=other)
+        with pytest.raises(UnsupportedError, match=r"window_size=\(-1, 0\)"):
+            build_model(whole, book, window_size=(-1, 0))
+        with pytest.raises(UnsupportedError, match=r"mtp_num_layers=1 .*follow_plans"):
+            build_model(whole, book, mtp_num_layers=1)
+
+
+def test_what_would_be_wrong_in_silence_is_refused() -> None:
+    run_gloo(2, check_refusals)
 
 
 def check_all_labels_masked() -> None:
@@ -232,6 +315,13 @@ def check_reused_buffer() -> None:
         both = torch.tensor([[0, 10, 32], [0, 16, 32]], dtype=torch.int32)  # rows of one tensor
         assert book.packed(both[0], whole.cp).doc_lens == (10, 22)
         assert book.packed(both[1], whole.cp).doc_lens == (16, 16)
+        alone = PlanBook(SplitKVConfig())
+        for step in range(200):
+            ends[1] = 1 + step % 30
+            alone.packed(ends, whole.cp)
+        gc.collect()
+        plans = sum(isinstance(thing, Plan) for thing in gc.get_objects())
+        assert plans < 60, f"{plans} plans are remembered"
 
 
 def test_a_buffer_that_is_used_again_is_read_again() -> None:
