@@ -123,6 +123,7 @@ def train(
     impl: str = "splitkv",
     num_processes: int | None = None,
     iterations: int = 3,
+    is_per_token_loss: bool = True,
 ) -> Result:
     """Trains the toy model for some steps and fails the test if the job fails.
 
@@ -134,9 +135,10 @@ def train(
         impl: context-parallel implementation.
         num_processes: all ranks; by default `cp`.
         iterations: optimizer steps.
+        is_per_token_loss: divide by all loss tokens; else each rank by its own.
     """
     arguments = [
-        *MODEL,
+        *(word for word in MODEL if is_per_token_loss or word != "--calculate-per-token-loss"),
         *("--num-layers", "2", "--micro-batch-size", "2", "--global-batch-size", "4"),
         *("--seq-length", str(SEQ_LENGTH), "--train-iters", str(iterations)),
         *("--context-parallel-impl", impl, "--context-parallel-size", str(cp)),

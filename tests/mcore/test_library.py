@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.plan import Plan, Window
 from tests.gloo import run_gloo
+from tests.mcore.jobs import ROOT
 from tests.tolerances import FP32
 
 VOCABULARY, LENGTH, BATCH = 64, 48, 2
@@ -231,21 +232,33 @@ def test_a_batch_without_labels_has_loss_and_gradients_zero() -> None:
     run_gloo(2, check_all_labels_masked)
 
 
-def check_microbatches_in_flight() -> None:
+def check_microbatches_in_flight(packs: tuple[list[int], list[int]] | None) -> None:
+    """F0 F1 B0 B1 and F0 F1 B1 B0 give bitwise the gradients of F0 B0, F1 B1."""
     from megatron_splitkv.mcore.batch import shard_batch
+    from megatron_splitkv.mcore.library import follow_plans
     from megatron_splitkv.mcore.plans import PlanBook
 
     with megatron_groups() as (whole, _):
         book = PlanBook(SplitKVConfig())
-        model = build_model(whole, book)
-        first, second = (shard_batch(make_batch(seed), whole.cp, book) for seed in (1, 2))
-        short = {key: tensor[:, : LENGTH // 4].contiguous() for key, tensor in second.items()}
-        loss_of(model, first).backward()
-        alone = [gradients_of(model)]
-        loss_of(model, short).backward()
-        alone.append(gradients_of(model))
+        installation = follow_plans(book)
+        model = build_model(whole, book, wraps_rotary=False)
+        batches, params = [make_batch(1), make_batch(2)], [None, None]
+        batches[1] = {key: tensor[:, : LENGTH // 4] for key, tensor in batches[1].items()}
+        if packs is not None:
+            ends = [torch.tensor([0, *lens]).cumsum(0).to(torch.int32) for lens in packs]
+            params = [packed_params(cu_seqlens) for cu_seqlens in ends]
+            batches = [
+                {key: tensor[:1] for key, tensor in make_batch(seed).items()}
+                | {"cu_seqlens": cu_seqlens}
+                for seed, cu_seqlens in enumerate(ends)
+            ]
+        batches = [shard_batch(batch, whole.cp, book) for batch in batches]
+        alone = []
+        for batch, packed in zip(batches, params, strict=True):
+            loss_of(model, batch, packed).backward()
+            alone.append(gradients_of(model))
         for order in ((0, 1), (1, 0)):
-            losses = [loss_of(model, first), loss_of(model, short)]
+            losses = [loss_of(model, *pair) for pair in zip(batches, params, strict=True)]
             got = [{}, {}]
             for index in order:
                 losses[index].backward()
@@ -253,10 +266,12 @@ def check_microbatches_in_flight() -> None:
             for isolated, in_flight in zip(alone, got, strict=True):
                 for name, gradient in isolated.items():
                     assert torch.equal(gradient, in_flight[name]), (order, name)
+        installation.uninstall()
 
 
-def test_microbatches_in_flight_keep_their_plans() -> None:
-    run_gloo(2, check_microbatches_in_flight)
+@pytest.mark.parametrize("packs", [None, ([30, 18], [3, 45])], ids=["unpacked", "packed"])
+def test_microbatches_in_flight_keep_their_plans(packs) -> None:
+    run_gloo(2, check_microbatches_in_flight, packs)
 
 
 def check_two_models() -> None:
@@ -347,3 +362,31 @@ def check_middle_stage() -> tuple[str, str]:
 def test_middle_stages_derive_the_same_plan() -> None:
     for first, middle in run_gloo(2, check_middle_stage):
         assert first == middle
+
+
+def check_example_loss(counts: list[int], sums: list[float]) -> float:
+    """The mean that Megatron logs and differentiates: sums over ranks, then one division."""
+    import importlib.util
+
+    from megatron_splitkv.mcore import cpu_mode
+
+    cpu_mode.install()
+    script = ROOT / "examples" / "pretrain_gpt.py"
+    spec = importlib.util.spec_from_file_location("pretrain_gpt", script)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    count, total = counts[dist.get_rank()], sums[dist.get_rank()]
+    mask = (torch.arange(8) < count).float()
+    losses = torch.full((8,), total / max(count, 1)) + 100 * (1 - mask)
+    loss, num_tokens, logged = example.loss_func(mask, losses)
+    assert (loss.item(), num_tokens.item()) == (pytest.approx(total), count)
+    both = logged["lm loss"].clone()
+    dist.all_reduce(both)
+    cpu_mode.uninstall()
+    return (both[0] / both[1]).item()
+
+
+def test_ranks_with_few_or_no_labels_share_one_mean() -> None:
+    # 3.0 is the mean of the ranks' means, 1.5 counts the ranks without labels.
+    for mean in run_gloo(4, check_example_loss, [5, 3, 0, 0], [10.0, 12.0, 0.0, 0.0]):
+        assert mean == pytest.approx(2.75)

@@ -33,8 +33,8 @@ MLA = (
     "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 4 --v-head-dim 8 --rope-type rope --qk-layernorm"
 )
-MOE = (
-    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+MOE = (  # every token goes to all experts: a rounding cannot send it elsewhere
+    "--num-experts 4 --moe-router-topk 4 --moe-token-dispatcher-type alltoall "
     "--moe-router-load-balancing-type none"
 )
 VALIDATION = "--split 70,30,0 --eval-interval 2 --eval-iters 1"
@@ -50,6 +50,7 @@ class Case:
         others: tensor, pipeline and data ranks of the run beside them.
         model: arguments of both.
         heads: arguments of both, about attention heads.
+        is_per_token_loss: of both, see `jobs.train`.
         run: arguments of the run only.
         reference: arguments of the reference only.
         reference_impl: implementation of the reference.
@@ -60,6 +61,7 @@ class Case:
     others: int = 1
     model: str = ""
     heads: str = GQA
+    is_per_token_loss: bool = True
     run: str = PACKED
     reference: str = BLOCK_MASK
     reference_impl: str = "megatron"
@@ -78,6 +80,7 @@ def against_one_rank(**settings: object) -> Case:
 
 CASES = {
     "cp2": unpacked(cp=2),
+    "cp2-mean-of-rank-means": unpacked(cp=2, is_per_token_loss=False),
     "cp3": unpacked(cp=3),
     "cp4": unpacked(cp=4),
     "cp2-packed": Case(cp=2),
@@ -124,16 +127,21 @@ def references(
     tmp_path_factory: pytest.TempPathFactory, text_data: Path
 ) -> Callable[[Case], Result]:
     """Runs each distinct reference once."""
-    results: dict[tuple[str, str, int], Result] = {}
+    results: dict[tuple[str, str, int, bool], Result] = {}
 
     def run(case: Case) -> Result:
         extra = f"{case.heads} {case.model} {case.reference}"
         others = case.reference_others or case.others
-        key = (case.reference_impl, extra, others)
+        key = (case.reference_impl, extra, others, case.is_per_token_loss)
         if key not in results:
             folder = tmp_path_factory.mktemp("reference")
             results[key] = train(
-                folder, text_data, extra, impl=case.reference_impl, num_processes=others
+                folder,
+                text_data,
+                extra,
+                impl=case.reference_impl,
+                num_processes=others,
+                is_per_token_loss=case.is_per_token_loss,
             )
         return results[key]
 
@@ -152,6 +160,7 @@ def test_losses_and_gradients_equal_a_run_without_context_parallelism(
         f"{case.heads} {case.model} {case.run}",
         cp=case.cp,
         num_processes=case.cp * case.others,
+        is_per_token_loss=case.is_per_token_loss,
     )
     assert got.losses.keys() == expected.losses.keys()
     for name, losses in expected.losses.items():
