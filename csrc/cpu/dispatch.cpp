@@ -10,17 +10,17 @@
 namespace splitkv::cpu {
 namespace {
 
-// Best first; the baseline is always there.
+// Best first; the baseline is always there. Asks for each option that CMakeLists.txt gives a file.
 std::vector<const Isa*> available_isas() {
     std::vector<const Isa*> isas;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                          __builtin_cpu_supports("f16c");
+    if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
         isas.push_back(&avx512::kIsa);
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        isas.push_back(&avx2::kIsa);
-    }
+    if (has_avx2) isas.push_back(&avx2::kIsa);
 #endif
     isas.push_back(&baseline::kIsa);
     return isas;
