@@ -34,9 +34,10 @@ std::vector<Item> make_items(const QueryModel& model, int64_t block_size, int64_
     for (int64_t doc = 0; doc < model.num_docs(); ++doc) {
         const int64_t length = model.padded_len(doc);
         const int64_t step = length <= whole_tokens ? length : block_size;
-        for (int64_t begin = 0; begin < length; begin += step) {
-            const int64_t end = std::min(begin + step, length);
+        for (int64_t begin = 0; begin < length;) {
+            const int64_t end = begin + std::min(step, length - begin);
             items.push_back({model.pairs_in(doc, {begin, end}), doc, begin, end, step == length});
+            begin = end;
         }
     }
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
@@ -100,6 +101,14 @@ std::vector<Run> place(const QueryModel& model, const std::vector<Item>& items, 
     return runs;
 }
 
+void check_num_blocks(int64_t num_tokens, int64_t block_size) {
+    int64_t enough = block_size;
+    while (num_tokens / enough > kMaxBlocks) enough *= 2;
+    SPLITKV_CHECK(enough == block_size, "block_size=", block_size, " cuts ", num_tokens,
+                  " tokens into more than ", kMaxBlocks,
+                  " blocks, the most that are planned; use block_size=", enough);
+}
+
 std::vector<Run> join_adjacent(std::vector<Run> runs) {
     std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) {
         return std::tie(a.rank, a.doc, a.begin) < std::tie(b.rank, b.doc, b.begin);
@@ -131,12 +140,14 @@ std::vector<Run> assign_blocks(const QueryModel& model, const AssignOptions& opt
     SPLITKV_CHECK(options.cp_size >= 1, "cp_size=", options.cp_size, " must be at least 1");
     SPLITKV_CHECK(options.block_size >= 1, "block_size=", options.block_size,
                   " must be at least 1 token");
+    check_num_blocks(model.num_tokens(), options.block_size);
     int64_t total = 0;
     for (int64_t doc = 0; doc < model.num_docs(); ++doc) {
         total += model.pairs_before(doc, model.len(doc));
     }
     const double accepted = (1.0 + options.tolerance) * total / options.cp_size;
-    int64_t whole_tokens = (model.num_tokens() + options.cp_size - 1) / options.cp_size;
+    int64_t whole_tokens =
+        model.num_tokens() / options.cp_size + (model.num_tokens() % options.cp_size != 0 ? 1 : 0);
     int64_t best_cost = -1;
     std::vector<Run> best;
     while (true) {

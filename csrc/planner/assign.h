@@ -16,6 +16,9 @@ struct Run {
     int64_t end;
 };
 
+// Blocks that are planned within seconds; at 512 tokens a block, packs of two thousand million.
+constexpr int64_t kMaxBlocks = int64_t{1} << 22;
+
 struct AssignOptions {
     int64_t cp_size;
     int64_t block_size;  // tokens of a block; the last block of a document may be shorter
@@ -28,6 +31,7 @@ struct AssignOptions {
 // Documents that fit a rank are first kept whole; while the balance misses `tolerance` the length
 // up to which documents stay whole is halved, and at last every document is cut into blocks. The
 // first plan within tolerance wins, else the best balanced one. Pure function of its arguments.
+// Throws where the tokens make more than kMaxBlocks blocks.
 std::vector<Run> assign_blocks(const QueryModel& model, const AssignOptions& options);
 
 // Cost of each rank, [cp_size]: visible pairs whose key is on the rank.

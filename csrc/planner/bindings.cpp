@@ -60,14 +60,6 @@ Int64Array row_intervals(const QueryModel& model) {
     return intervals;
 }
 
-Int64Array rows_per_document(const QueryModel& model) {
-    Int64Array rows(model.num_docs());
-    for (int64_t doc = 0; doc < model.num_docs(); ++doc) {
-        rows.mutable_data()[doc] = model.num_rows(doc);
-    }
-    return rows;
-}
-
 Int64Array assign(const QueryModel& model, int64_t cp_size, int64_t block_size, double tolerance) {
     std::vector<Run> runs;
     {
@@ -103,7 +95,6 @@ PYBIND11_MODULE(_planner, m) {
              py::arg("anchor_positions") = std::vector<int64_t>())
         .def_property_readonly("num_tokens", &QueryModel::num_tokens)
         .def_property_readonly("num_rows", py::overload_cast<>(&QueryModel::num_rows, py::const_))
-        .def("rows_per_document", &rows_per_document)
         .def("row_intervals", &row_intervals)
         .def("pairs_in", [](const QueryModel& model, int64_t doc, int64_t begin, int64_t end) {
             return model.pairs_in(doc, {begin, end});

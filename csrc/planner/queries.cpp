@@ -1,6 +1,7 @@
 #include "planner/queries.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "common/check.h"
@@ -26,6 +27,40 @@ std::vector<int64_t> prefix_sums(const std::vector<int64_t>& values) {
     return sums;
 }
 
+// Upper bound on the query rows of a document that see one key; pads see none.
+__int128 rows_per_key(const QuerySpec& spec, size_t doc, int64_t len) {
+    switch (spec.kind) {
+        case QueryKind::kWindow:
+        case QueryKind::kSuffix:
+            return std::min(spec.size, len);
+        case QueryKind::kAnchors:
+            return static_cast<__int128>(spec.anchor_ptr[doc + 1] - spec.anchor_ptr[doc]) *
+                   spec.size;
+        default:
+            return len;
+    }
+}
+
+// Tokens, rows, and rows times keys must fit: they bound every sum and product of the closed forms.
+void check_counts(const std::vector<int64_t>& doc_lens, const std::vector<int64_t>& padded_lens,
+                  const QuerySpec& spec) {
+    constexpr __int128 kLimit = std::numeric_limits<int64_t>::max();
+    __int128 tokens = 0, rows = 0, pairs = 0;
+    for (size_t doc = 0; doc < doc_lens.size(); ++doc) {
+        const __int128 seeing = rows_per_key(spec, doc, doc_lens[doc]);
+        tokens += padded_lens[doc];
+        rows += seeing;
+        SPLITKV_CHECK(tokens <= kLimit && rows <= kLimit, "document ", doc, " of ",
+                      padded_lens[doc],
+                      " tokens brings the tokens or query rows of the pack beyond 64 bits; "
+                      "plan a smaller pack");
+        pairs += seeing * doc_lens[doc];
+        SPLITKV_CHECK(pairs <= kLimit, "document ", doc, " of ", doc_lens[doc],
+                      " tokens brings query rows times keys of the pack beyond 64 bits; "
+                      "plan shorter documents or a smaller pack");
+    }
+}
+
 void check_anchors(const std::vector<int64_t>& doc_lens, const QuerySpec& spec) {
     SPLITKV_CHECK(spec.anchor_ptr.size() == doc_lens.size() + 1, "anchors are given for ",
                   static_cast<int64_t>(spec.anchor_ptr.size()) - 1, " documents, but there are ",
@@ -46,10 +81,7 @@ void check_anchors(const std::vector<int64_t>& doc_lens, const QuerySpec& spec) 
 
 QueryModel::QueryModel(std::vector<int64_t> doc_lens, std::vector<int64_t> padded_lens,
                        QuerySpec spec)
-    : doc_lens_(std::move(doc_lens)),
-      padded_lens_(std::move(padded_lens)),
-      spec_(std::move(spec)),
-      kv_starts_(prefix_sums(padded_lens_)) {
+    : doc_lens_(std::move(doc_lens)), padded_lens_(std::move(padded_lens)), spec_(std::move(spec)) {
     SPLITKV_CHECK(doc_lens_.size() == padded_lens_.size(), "padded_lens has ", padded_lens_.size(),
                   " documents, doc_lens has ", doc_lens_.size(), "; both describe the same pack");
     for (size_t doc = 0; doc < doc_lens_.size(); ++doc) {
@@ -57,10 +89,10 @@ QueryModel::QueryModel(std::vector<int64_t> doc_lens, std::vector<int64_t> padde
                       " has length ", doc_lens_[doc], " and padded length ", padded_lens_[doc],
                       "; lengths are not negative and padding only adds tokens");
     }
-    if (spec_.kind == QueryKind::kAnchors) {
-        check_anchors(doc_lens_, spec_);
-        anchor_sums_ = prefix_sums(spec_.anchor_positions);
-    }
+    if (spec_.kind == QueryKind::kAnchors) check_anchors(doc_lens_, spec_);
+    check_counts(doc_lens_, padded_lens_, spec_);
+    kv_starts_ = prefix_sums(padded_lens_);
+    if (spec_.kind == QueryKind::kAnchors) anchor_sums_ = prefix_sums(spec_.anchor_positions);
     std::vector<int64_t> rows(doc_lens_.size());
     for (size_t doc = 0; doc < rows.size(); ++doc) rows[doc] = count_rows(doc);
     row_starts_ = prefix_sums(rows);

@@ -26,8 +26,8 @@ struct QuerySpec {
     std::vector<int64_t> anchor_positions;  // anchors only: ascending inside a document
 };
 
-// All methods are exact in int64. Ranges are inside one document, counted from its first row or
-// key.
+// All methods are exact in int64: the constructor throws for packs whose query rows times keys
+// leave it. Ranges are inside one document, counted from its first row or key.
 class QueryModel {
   public:
     QueryModel(std::vector<int64_t> doc_lens, std::vector<int64_t> padded_lens, QuerySpec spec);

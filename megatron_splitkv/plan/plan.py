@@ -21,6 +21,8 @@ from megatron_splitkv.plan.queries import (
     build_model,
     is_self_attention,
     rows_per_unit,
+    whole_number,
+    whole_numbers,
 )
 
 Int64Array = npt.NDArray[np.int64]
@@ -159,17 +161,24 @@ def make_plan(
         tolerance: accepted cost imbalance, max/mean - 1. Documents stay whole on one rank where
             the balance allows.
     Raises:
-        ValueError: negative lengths, cp_size or block_size below 1, anchors out of order, or
-            query_rows that do not cover the query stream.
+        ValueError: lengths that are negative or no integers, cp_size or block_size below 1, a
+            tolerance that is negative or NaN, anchors out of order, query_rows that do not cover
+            the query stream, more than 2**22 blocks, or more rows times keys than 64 bits count.
     Source: longest-processing-time-first, Graham 1969; keyed on the KV side because keys stay.
     """
-    if cp_size < 1:
+    if whole_number("cp_size", cp_size) < 1:
         raise ValueError(f"cp_size={cp_size} must be at least 1")
-    lens = tuple(int(length) for length in doc_lens)
-    padded = lens if padded_lens is None else tuple(int(length) for length in padded_lens)
+    if not tolerance >= 0.0:  # also where it is NaN
+        raise ValueError(f"tolerance={tolerance} must be at least 0; 0.01 accepts 1 %")
+    lens = whole_numbers("doc_lens: length", doc_lens)
+    padded = lens if padded_lens is None else whole_numbers("padded_lens: length", padded_lens)
     spec = queries or Causal()
     model = build_model(spec, lens, padded)
-    size = _auto_block_size(model.num_tokens, cp_size) if block_size is None else block_size
+    size = (
+        _auto_block_size(model.num_tokens, cp_size)
+        if block_size is None
+        else whole_number("block_size", block_size)
+    )
     runs = _read_only(_planner.assign_blocks(model, cp_size, size, tolerance))
     return Plan(
         cp_size=cp_size,
@@ -241,7 +250,7 @@ def _split_query_rows(
     if query_rows is None:
         ends = [num_rows // unit * (rank + 1) // cp_size * unit for rank in range(cp_size)]
         return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
-    rows = tuple(int(count) for count in query_rows)
+    rows = whole_numbers("query_rows: count", query_rows)
     if len(rows) != cp_size or sum(rows) != num_rows or min(rows) < 0:
         raise ValueError(
             f"query_rows={list(rows)} must be {cp_size} counts (one for each rank) that sum "

@@ -4,10 +4,35 @@ A spec is either of *self-attention* (every token is a query row and a KV row) o
 attention* (the query rows are a stream of their own that attends to the documents' keys).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import index
+from typing import SupportsIndex
 
 import megatron_splitkv._planner as _planner
+
+INT64_MAX = (1 << 63) - 1
+
+
+def whole_number(name: str, value: SupportsIndex) -> int:
+    """`value` as an integer that the planner can count with.
+
+    Raises:
+        ValueError: it is no integer, or leaves 64 bits.
+    """
+    try:
+        number = index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value} must be an integer") from None
+    if abs(number) > INT64_MAX:
+        raise ValueError(f"{name}={number} must fit into 64 bits")
+    return number
+
+
+def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """`whole_number` of each value."""
+    return tuple(whole_number(name, value) for value in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +51,7 @@ class Window:
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 1:
+        if whole_number("window size", self.size) < 1:
             raise ValueError(f"window size={self.size} must be at least 1 key (the row itself)")
 
 
@@ -46,7 +71,7 @@ class Suffix:
     num_rows: int
 
     def __post_init__(self) -> None:
-        if self.num_rows < 1:
+        if whole_number("suffix num_rows", self.num_rows) < 1:
             raise ValueError(f"suffix num_rows={self.num_rows} must be at least 1")
 
 
@@ -67,7 +92,7 @@ class Anchors:
     rows_per_anchor: int
 
     def __post_init__(self) -> None:
-        if self.rows_per_anchor < 1:
+        if whole_number("rows_per_anchor", self.rows_per_anchor) < 1:
             raise ValueError(f"rows_per_anchor={self.rows_per_anchor} must be at least 1")
 
 
@@ -92,8 +117,8 @@ def build_model(
     """Binds a spec to documents: the native object that knows every closed form.
 
     Raises:
-        ValueError: negative lengths, a padded length below the length, or anchors that do not
-            ascend inside their document.
+        ValueError: negative lengths, a padded length below the length, anchors that do not
+            ascend inside their document, or more rows times keys than 64 bits count.
     """
     name = type(queries).__name__.lower()
     match queries:
@@ -105,7 +130,7 @@ def build_model(
             pointers = [0]
             for anchors in positions:
                 pointers.append(pointers[-1] + len(anchors))
-            flat = [anchor for anchors in positions for anchor in anchors]
+            flat = whole_numbers("anchor position", chain.from_iterable(positions))
             return _planner.QueryModel(doc_lens, padded_lens, name, size, pointers, flat)
         case _:
             return _planner.QueryModel(doc_lens, padded_lens, name)

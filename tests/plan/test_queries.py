@@ -61,21 +61,6 @@ def test_pairs_in_any_range_equal_the_dense_count(pack, data):
         assert model.pairs_in(doc, 0, padded[doc]) == seen.sum()
 
 
-@settings(max_examples=100, deadline=None)
-@given(packs())
-def test_rows_per_document(pack):
-    lens, padded, queries = pack
-    expected = [
-        len(queries.positions[doc]) * queries.rows_per_anchor
-        if isinstance(queries, Anchors)
-        else min(length, queries.num_rows)
-        if isinstance(queries, Suffix)
-        else padded[doc]
-        for doc, length in enumerate(lens)
-    ]
-    assert build_model(queries, lens, padded).rows_per_document().tolist() == expected
-
-
 def test_areas_beyond_32_bits_are_exact():
     length = 100_000
     causal = build_model(Causal(), [length], [length])
