@@ -13,7 +13,8 @@ class SplitKVConfig:
 
     Attributes:
         block_size: KV tokens of one planner block, a multiple of 64; None takes the largest power
-            of two up to 512 that leaves each rank at least 16 blocks.
+            of two up to 512 that leaves each rank at least 16 blocks, or smaller ones while the
+            cost misses `balance_tolerance`, down to 64 tokens or 128 blocks a rank.
         num_stages: upper bound on the number of exchanges that the other ranks' query rows are cut
             into; a group of cp ranks uses `min(num_stages, cp - 1)`. More stages mean smaller
             buffers and more overlap, and more collectives.

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 import megatron_splitkv._planner as _planner
+from megatron_splitkv.config import KV_TILE_TOKENS
 from megatron_splitkv.plan.queries import (
     Anchors,
     Causal,
@@ -29,6 +30,7 @@ Int64Array = npt.NDArray[np.int64]
 
 BLOCKS_PER_RANK = 16  # enough for LPT to balance one causal document to well under 1 %
 MAX_AUTO_BLOCK = 512  # longer blocks gain no kernel speed
+MAX_AUTO_BLOCKS_PER_RANK = 128  # smaller blocks, for a balance that misses the tolerance
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached_property needs a __dict__
@@ -153,7 +155,8 @@ def make_plan(
             `T % cp_size` ranks one more.
         queries: query spec, by default `Causal()`.
         block_size: KV tokens of a block; None takes the largest power of two up to 512 that
-            leaves each rank at least 16 blocks.
+            leaves each rank at least 16 blocks, or smaller ones while the cost misses
+            `tolerance`, down to 64 tokens or 128 blocks a rank.
         padded_lens: document lengths with pads, by default `doc_lens`. Pads sit at a document's
             tail, see nothing and are seen by nobody, and are placed like any token.
         query_rows: context attention only: query rows that each rank owns, in stream order. By
@@ -174,12 +177,12 @@ def make_plan(
     padded = lens if padded_lens is None else whole_numbers("padded_lens: length", padded_lens)
     spec = queries or Causal()
     model = build_model(spec, lens, padded)
-    size = (
-        _auto_block_size(model.num_tokens, cp_size)
+    sizes = (
+        _auto_block_sizes(model.num_tokens, cp_size)
         if block_size is None
-        else whole_number("block_size", block_size)
+        else [whole_number("block_size", block_size)]
     )
-    runs = _read_only(_planner.assign_blocks(model, cp_size, size, tolerance))
+    size, runs, costs = _place(model, cp_size, sizes, tolerance)
     return Plan(
         cp_size=cp_size,
         block_size=size,
@@ -192,7 +195,7 @@ def make_plan(
             if is_self_attention(spec)
             else _split_query_rows(spec, model.num_rows, cp_size, query_rows)
         ),
-        costs=tuple(_planner.rank_costs(model, runs, cp_size)),
+        costs=costs,
     )
 
 
@@ -225,9 +228,28 @@ def _costs(plan: Plan) -> tuple[int, ...]:
     return tuple(_planner.rank_costs(plan.model(), plan.runs, plan.cp_size))
 
 
-def _auto_block_size(num_tokens: int, cp_size: int) -> int:
+def _auto_block_sizes(num_tokens: int, cp_size: int) -> list[int]:
+    """Sizes to try in turn; the last ones only for a balance that the first ones miss."""
     longest = max(1, num_tokens // (cp_size * BLOCKS_PER_RANK))
-    return min(MAX_AUTO_BLOCK, 1 << (longest.bit_length() - 1))
+    sizes = [min(MAX_AUTO_BLOCK, 1 << (longest.bit_length() - 1))]
+    shortest = max(KV_TILE_TOKENS, num_tokens / (cp_size * MAX_AUTO_BLOCKS_PER_RANK))
+    while sizes[-1] // 2 >= shortest:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def _place(
+    model: _planner.QueryModel, cp_size: int, sizes: Sequence[int], tolerance: float
+) -> tuple[int, Int64Array, tuple[int, ...]]:
+    """Block size, runs and costs of the first size within tolerance, else of the best one."""
+    placed: list[tuple[int, Int64Array, tuple[int, ...]]] = []
+    for size in sizes:
+        runs = _read_only(_planner.assign_blocks(model, cp_size, size, tolerance))
+        costs = tuple(_planner.rank_costs(model, runs, cp_size))
+        placed.append((size, runs, costs))
+        if max(costs) * cp_size <= (1.0 + tolerance) * sum(costs):
+            break
+    return min(placed, key=lambda found: max(found[2]))
 
 
 def _tokens_per_rank(

@@ -171,6 +171,44 @@ def test_default_block_size_leaves_sixteen_blocks_a_rank(num_tokens, cp_size, bl
     assert make_plan([num_tokens], cp_size).block_size == block_size
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "window", "cp_size"),
+    [(131072, 4096, 8), (131072, 8192, 16), (65536, 4096, 8), (32768, 1024, 8), (32768, 2048, 4)],
+)
+def test_smaller_blocks_level_the_tails_of_windows(num_tokens, window, cp_size):
+    """The cheap last keys are one block for each rank, or for less: no placement levels those."""
+    blocks = num_tokens // cp_size // 16
+    large, chosen = (
+        make_plan([num_tokens], cp_size, queries=Window(window), block_size=size)
+        for size in (min(512, 1 << (blocks.bit_length() - 1)), None)
+    )
+    assert max_over_mean(large.costs) > 1.01
+    assert max_over_mean(chosen.costs) <= 1.01
+    assert 64 <= chosen.block_size < large.block_size
+    accepted = make_plan([num_tokens], cp_size, queries=Window(window), tolerance=0.05)
+    assert accepted == large
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "cp_size", "sizes"),
+    [
+        (40_000, 4, (512, 256, 128)),  # 64 tokens would be 156 blocks a rank
+        (65_000, 8, (512, 256, 128, 64)),
+        (9_000, 4, (128, 64)),  # a tile has 64
+        (3_000, 4, (32,)),
+        (262_144, 4, (512,)),  # 128 blocks a rank to begin with
+    ],
+)
+def test_blocks_that_are_tried_for_a_tolerance_that_nothing_meets(num_tokens, cp_size, sizes):
+    pack = dict(doc_lens=[num_tokens, 77], cp_size=cp_size, queries=Window(1111), tolerance=0.0)
+    tried = [make_plan(**pack, block_size=size) for size in sizes]
+    assert min(max_over_mean(plan.costs) for plan in tried) > 1.0
+    best = min(tried, key=lambda plan: max(plan.costs))
+    found = make_plan(**pack)
+    assert found == best
+    assert found.block_size == best.block_size
+
+
 PLANS = (
     lambda: make_plan([5, 1, 30, 28], 4, block_size=4),
     lambda: make_plan([8] * 64, 4, block_size=8),
