@@ -55,6 +55,7 @@ class PlanReport:
     """Figures of a plan for one attention layer.
 
     Attributes:
+        shape, config: what the bytes were counted for.
         fingerprint: of the plan.
         cost: visible query-key pairs whose key is on the rank, for each rank.
         tokens: KV tokens of each rank.
@@ -63,6 +64,8 @@ class PlanReport:
         bytes_forward, bytes_backward: bytes that each rank sends in one layer.
     """
 
+    shape: AttentionShape
+    config: SplitKVConfig
     fingerprint: str
     cost: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -104,8 +107,16 @@ class PlanReport:
         }
 
     def as_table(self) -> Table:
-        """One line for each rank, with max/mean of each column below."""
-        table = Table("rank", "cost (pairs)", "tokens", "documents", "MB fwd", "MB bwd", width=79)
+        """One line for each rank, with max/mean of each column below and its units as caption."""
+        shape, partial = self.shape, self.config.partial_dtype
+        table = Table(
+            "rank", "cost (pairs)", "tokens", "documents", "MB fwd", "MB bwd",
+            width=79,
+            caption="MB (10^6 bytes): sent by this rank in one attention layer, for "
+            f"{shape.num_heads_q} query heads of dim {shape.head_dim_qk} (qk) and "
+            f"{shape.head_dim_v} (v) in {shape.dtype}, partials in {partial}",
+            caption_justify="left",
+        )  # fmt: skip
         for column in table.columns:
             column.justify = "right"
         columns = (
@@ -135,6 +146,8 @@ def report_plan(plan: Plan, shape: AttentionShape, config: SplitKVConfig) -> Pla
     for rank, doc, _, _ in plan.runs.tolist():
         ranks_of.setdefault(doc, set()).add(rank)
     return PlanReport(
+        shape=shape,
+        config=config,
         fingerprint=plan.fingerprint,
         cost=plan.costs,
         tokens=plan.tokens,
@@ -145,6 +158,31 @@ def report_plan(plan: Plan, shape: AttentionShape, config: SplitKVConfig) -> Pla
         bytes_forward=sent_bytes(*shape.forward_bytes(config)),
         bytes_backward=sent_bytes(*shape.backward_bytes(config)),
     )
+
+
+def kv_ring_bytes(plan: Plan, shape: AttentionShape, *, num_heads_kv: int) -> tuple[int, int]:
+    """Bytes that a dense KV ring or all-gather would send for the same pack, in one layer.
+
+    Every rank gets the keys and values of all others, whatever the mask, in the dtype of the shape:
+    `(cp - 1) / cp` of all KV bytes from each rank. The backward pass sends them again and as many
+    bytes of dK and dV. Exact for a ring that does so; real ones may add pads, or use fp32 for dK
+    and dV.
+
+    Args:
+        num_heads_kv: key and value heads on one rank; a divisor of the query heads.
+    Returns:
+        Bytes of the forward and of the backward pass, summed over the ranks.
+    Raises:
+        ValueError: the query heads are no multiple of `num_heads_kv`.
+    """
+    if num_heads_kv < 1 or shape.num_heads_q % num_heads_kv:
+        raise ValueError(
+            f"num_heads_kv={num_heads_kv} must divide num_heads_q={shape.num_heads_q}, because "
+            "each kv head serves equally many query heads"
+        )
+    token = num_heads_kv * (shape.head_dim_qk + shape.head_dim_v) * DTYPE_BYTES[shape.dtype]
+    forward = (plan.cp_size - 1) * plan.num_tokens * token
+    return forward, 2 * forward
 
 
 def max_over_mean(values: Sequence[int]) -> float:

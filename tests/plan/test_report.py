@@ -7,8 +7,13 @@ import pytest
 from rich.console import Console
 
 from megatron_splitkv.config import SplitKVConfig
-from megatron_splitkv.plan import Full, Suffix, make_plan, plan_exchange
-from megatron_splitkv.plan.report import AttentionShape, max_over_mean, report_plan
+from megatron_splitkv.plan import Causal, Full, Suffix, Window, make_plan, plan_exchange
+from megatron_splitkv.plan.report import (
+    AttentionShape,
+    kv_ring_bytes,
+    max_over_mean,
+    report_plan,
+)
 
 SHAPE = AttentionShape(num_heads_q=2, head_dim_qk=5, head_dim_v=8, dtype="bf16")
 
@@ -83,6 +88,28 @@ def test_table_shows_every_rank_and_the_ratios():
         assert f"{plan.costs[rank]:,}" in lines
     assert f"{max_over_mean(plan.costs):.4f}" in lines
     assert all(len(line) <= 79 for line in lines.splitlines())
+    caption = (
+        "MB (10^6 bytes): sent by this rank in one attention layer, for 2 query heads of dim 5 "
+        "(qk) and 8 (v) in bf16, partials in fp32"
+    )
+    assert caption in " ".join(lines.split())
+
+
+@pytest.mark.parametrize("queries", [Causal(), Window(3), Suffix(2)])
+def test_a_kv_ring_sends_all_keys_to_every_rank(queries):
+    """By hand: each of 3 heads weighs (5 + 8) * 2 bytes a token, pads travel like tokens."""
+    plan = make_plan([60, 7], 4, queries=queries, padded_lens=[64, 7])
+    shape = AttentionShape(num_heads_q=6, head_dim_qk=5, head_dim_v=8, dtype="bf16")
+    by_rank = [(71 - own) * 3 * 13 * 2 for own in plan.tokens]  # what the rank receives
+    assert kv_ring_bytes(plan, shape, num_heads_kv=3) == (sum(by_rank), 2 * sum(by_rank))
+    assert kv_ring_bytes(make_plan([60], 1), shape, num_heads_kv=3) == (0, 0)
+
+
+@pytest.mark.parametrize("num_heads_kv", [0, -1, 3, 4])
+def test_a_kv_ring_of_heads_that_do_not_divide(num_heads_kv):
+    message = f"num_heads_kv={num_heads_kv} must divide num_heads_q=2"
+    with pytest.raises(ValueError, match=message):
+        kv_ring_bytes(make_plan([8], 2), SHAPE, num_heads_kv=num_heads_kv)
 
 
 @pytest.mark.parametrize(

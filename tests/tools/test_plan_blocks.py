@@ -60,6 +60,27 @@ def test_table_shows_ranks_and_ratios():
     assert "3 documents" in run.stdout
 
 
+def test_table_says_what_was_counted_and_what_a_ring_would_send():
+    run = run_tool(*EXAMPLE)
+    words = " ".join(run.stdout.split())
+    assert "sent by this rank in one attention layer, for 32 query heads of dim 128" in words
+    assert "KV ring or all-gather 100.66 MB fwd, 201.33 MB bwd (8 kv heads, dense: every" in words
+    found = figures(*EXAMPLE)
+    forward, backward = (found[f"bytes_{name}"] / 4e6 for name in ("forward", "backward"))
+    assert f"Split-KV {forward:.2f} MB fwd, {backward:.2f} MB bwd; KV ring" in words
+
+
+@pytest.mark.parametrize(
+    ("option", "num_heads_kv"),
+    [((), 8), (("--heads", "32/8"), 8), (("--heads", "32/2"), 2), (("--heads", "32"), 32)],
+)
+def test_kv_heads_weigh_in_the_ring_alone(option, num_heads_kv):
+    found = figures(*EXAMPLE, *option)
+    assert found["ring_bytes_forward"] == 3 * 32768 * num_heads_kv * 2 * 128 * 2
+    assert found["ring_bytes_backward"] == 2 * found["ring_bytes_forward"]
+    assert found["bytes_forward"] == figures(*EXAMPLE)["bytes_forward"]
+
+
 @pytest.mark.parametrize(
     ("option", "queries"),
     [
@@ -98,7 +119,36 @@ def test_short_packs(lengths):
         (("--lengths", "5,-3", "--cp", "4"), "'5,-3' holds a negative document length"),
         (("--lengths", "5", "--cp", "0"), "cp_size=0 must be at least 1"),
         (("--lengths", "5", "--cp", "-2"), "cp_size=-2 must be at least 1"),
-        (("--lengths", "5", "--cp", "2", "--block-size", "0"), "block_size=0 must be at least 1"),
+        (("--lengths", "5", "--cp", "2", "--block-size", "0"), "block_size=0 must be a positive"),
+        (
+            ("--lengths", "5", "--cp", "2", "--block-size", "100"),
+            "block_size=100 must be a positive multiple of 64 (the kernels' KV tile); use 128",
+        ),
+        (
+            ("--lengths", "5", "--cp", "2", "--tolerance", "nan"),
+            "balance_tolerance=nan must lie in [0, 1]",
+        ),
+        (
+            ("--lengths", "5", "--cp", "2", "--tolerance=-1"),
+            "balance_tolerance=-1.0 must lie in [0, 1]",
+        ),
+        (("--lengths", "5", "--cp", "100000"), "--cp 100000 must be at most 1024 ranks"),
+        (
+            ("--lengths", "99999999999999999999", "--cp", "4"),
+            "doc_lens: length=99999999999999999999 must fit into 64 bits",
+        ),
+        (
+            ("--lengths", "5,5000000000", "--cp", "4"),
+            "document 1 of 5000000000 tokens brings query rows times keys of the pack beyond 64",
+        ),
+        (
+            ("--lengths", "1000000000000", "--cp", "4", "--suffix", "8"),
+            "block_size=512 cuts 1000000000000 tokens into more than 4194304 blocks",
+        ),
+        (
+            ("--lengths", "5", "--cp", "2", "--heads", "32/5"),
+            "num_heads_kv=5 must divide num_heads_q=32",
+        ),
         (("--lengths", "5", "--cp", "2", "--window", "0"), "window size=0 must be at least 1 key"),
         (("--lengths", "5", "--cp", "2", "--suffix", "0"), "suffix num_rows=0 must be at least 1"),
         (("--lengths", "5", "--cp", "2", "--stages", "0"), "num_stages=0 must be at least 1"),
