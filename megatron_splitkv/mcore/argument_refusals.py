@@ -45,6 +45,7 @@ def _is_other_than(word: str) -> Callable[[object], bool]:
 
 
 _ZIG_ZAG = "its layers assume Megatron's own order of tokens"
+_OWN_SPECS = "its layer specs name their attention themselves"
 _GRAPHS = "its exchange is planned anew for each microbatch"
 _LOGITS = "maximum logits are not kept across ranks"
 _ORDER = "teacher values are stored in Megatron's own order of tokens"
@@ -90,6 +91,18 @@ REFUSALS = (
         flag="--experimental-attention-variant",
         reason=_ZIG_ZAG,
         way_out="use softmax attention",
+    ),
+    Refusal(
+        name="heterogeneous_layers_config_path",
+        flag="--heterogeneous-layers-config-path",
+        reason=_OWN_SPECS,
+        way_out="use layers of one kind",
+    ),
+    Refusal(
+        name="heterogeneous_layers_config_encoded_json",
+        flag="--heterogeneous-layers-config-encoded-json",
+        reason=_OWN_SPECS,
+        way_out="use layers of one kind",
     ),
     Refusal(
         name="reset_attention_mask",

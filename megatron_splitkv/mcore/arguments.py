@@ -4,8 +4,11 @@ The same text is raised on every rank, before any model or process group exists.
 configuration object can also hold is checked again in the module's constructor (`refusals`).
 """
 
+import importlib.util
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Sequence
+
+import torch
 
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.errors import UnsupportedError
@@ -48,10 +51,13 @@ def add_splitkv_args(parser: ArgumentParser) -> ArgumentParser:
 
     Args:
         parser: any argument parser; a script of one's own passes this function to Megatron as
-            `extra_args_provider`.
+            `extra_args_provider`. One that has our arguments already, as under the launcher, is
+            left as it is.
     Returns:
         The same parser.
     """
+    if "--context-parallel-impl" in parser._option_string_actions:
+        return parser
     defaults = SplitKVConfig()
     group = parser.add_argument_group(title="split-kv context parallelism")
     # Unknown words are refused by validate_splitkv_args in one line; argparse's own `choices`
@@ -164,6 +170,28 @@ def validate_splitkv_args(args: Namespace) -> list[str]:
     return _switch_defaults(args)
 
 
+def check_stock_context_parallelism(args: Namespace) -> None:
+    """Refuses, before Megatron asserts in a layer, what its own context parallelism cannot do.
+
+    Raises:
+        UnsupportedError: several context-parallel ranks, and no GPU or no Transformer Engine.
+    """
+    if args.context_parallel_size == 1:
+        return
+    missing = []
+    if not torch.cuda.is_available():
+        missing.append("no CUDA device")
+    if importlib.util.find_spec("transformer_engine") is None:
+        missing.append("no transformer-engine")
+    if missing:
+        raise UnsupportedError(
+            f"--context-parallel-size={args.context_parallel_size} with --context-parallel-impl "
+            "megatron needs transformer-engine and a GPU, and there is "
+            f"{' and '.join(missing)}; use --context-parallel-size 1 or --context-parallel-impl "
+            "splitkv"
+        )
+
+
 def is_packed(args: Namespace) -> bool:
     """Whether batches hold several documents a sequence, and say so by `cu_seqlens`."""
     return bool(args.sft or args.dataloader_inter_document_masking)
@@ -182,8 +210,8 @@ def _check_lengths(args: Namespace) -> None:
     if length is not None and cp_size > 1 and length % (2 * cp_size):
         near = -(-length // (2 * cp_size)) * 2 * cp_size
         raise ValueError(
-            f"--seq-length={length} must be a multiple of 2 * --context-parallel-size="
-            f"{2 * cp_size}, because ranks hold equally many tokens (and Megatron asserts the "
+            f"--seq-length={length} must be a multiple of 2 * --context-parallel-size ({cp_size}) "
+            f"= {2 * cp_size}, because ranks hold equally many tokens (and Megatron asserts the "
             f"factor 2); use {near}"
         )
 

@@ -307,24 +307,23 @@ def _set_rng_state(new_state: torch.Tensor, device: object = None, **kwargs: obj
 
 
 def _megatron_replacements() -> list[hooks.Replacement]:
-    replace = functools.partial(hooks.Replacement, required=False)
     return [
-        replace(
+        hooks.Replacement(
             target=f"{_RNG_MODULE}:_get_cuda_rng_state",
             function=_get_rng_state,
             signature=("device", "clone", "graph_safe"),
         ),
-        replace(
+        hooks.Replacement(
             target=f"{_RNG_MODULE}:_set_cuda_rng_state",
             function=_set_rng_state,
             signature=("new_state", "device", "graph_safe"),
         ),
-        replace(
+        hooks.Replacement(
             target="megatron.training.initialize:_warmup_jit_function",
             function=_nothing,
             signature=("tp_size",),
         ),
-        replace(
+        hooks.Replacement(
             target="megatron.training.initialize:initialize_megatron",
             function=_initialize_without_cuda,
             also=("megatron.training.training",),

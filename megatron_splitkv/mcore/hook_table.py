@@ -6,7 +6,10 @@ which rank holds which token.
 """
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from megatron_splitkv.mcore import batch, mtp, rotary
 from megatron_splitkv.mcore.arguments import is_packed
@@ -22,6 +25,7 @@ LOCAL_ATTENTION = "megatron.core.models.backends:LocalSpecProvider.core_attentio
 TE_ATTENTION = (
     "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.core_attention"
 )
+ATTENTION = f"{SplitKVAttention.__module__}:{SplitKVAttention.__name__}.forward"
 BATCH = "megatron.core.utils:get_batch_on_this_cp_rank"
 ROTARY_SLICE = f"{_ROPE}:get_pos_emb_on_this_cp_rank"
 ROTARY_PACKED = f"{_ROPE}:_apply_rotary_pos_emb_thd"
@@ -91,26 +95,32 @@ def order_replacements(book: Callable[[], PlanBook]) -> list[Replacement]:
     ]
 
 
-def expected_calls(args: Namespace) -> list[str]:
-    """Targets that this rank must have called once it has trained for a step.
+def expected_calls(args: Namespace, model: Sequence[torch.nn.Module]) -> list[str]:
+    """What this rank must have called once it has trained for a step.
 
     Args:
         args: validated arguments, and the process groups they describe exist.
+        model: the model chunks of this rank.
     Returns:
-        Targets of `splitkv_replacements`. A stage in the middle of a pipeline gets no batch, and
-        rotary embeddings are sliced only if there is something to slice.
+        `ATTENTION` and targets of `splitkv_replacements`. That a spec asked for its attention is
+        not enough: a layer must have run it. A stage in the middle of a pipeline gets no batch, a
+        stage may hold no layer, and rotary embeddings are sliced only if there is something to
+        slice.
     """
     from megatron.core import parallel_state
 
     stages = args.pipeline_model_parallel_size
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    is_te = args.transformer_impl == "transformer_engine"
-    expected = [TE_ATTENTION if is_te else LOCAL_ATTENTION]
+    has_layers = stages == 1 or any(
+        isinstance(module, BaseTransformerLayer) for chunk in model for module in chunk.modules()
+    )
+    expected = [ATTENTION] if has_layers else []
     if stage in (0, stages - 1):
         expected.append(BATCH)
     if args.position_embedding_type in ("rope", "yarn", "mrope"):
         if is_packed(args):
-            expected.append(ROTARY_PACKED)
+            if has_layers and not args.no_rope_freq:
+                expected.append(ROTARY_PACKED)
         elif args.context_parallel_size > 1:
             expected.append(ROTARY_SLICE)
     if args.mtp_num_layers and stage == stages - 1:

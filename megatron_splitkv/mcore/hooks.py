@@ -1,4 +1,4 @@
-"""Replaces functions of Megatron by name, with checks: each exists, fits, and was called.
+"""Replaces functions of Megatron by name, with checks: each exists, fits, and its calls count.
 
 A fault in this layer is silent by nature: a wrong rotary slice moves a loss in its sixth digit. So
 nothing here is best effort. A name that is missing or whose parameters differ is an error before
@@ -33,7 +33,6 @@ class Replacement:
         signature: names of the parameters that the original must have, in order; None skips the
             check (classes).
         wraps: pass the original as the first argument of `function`.
-        required: the replacement must have been called by the end of the run.
     """
 
     target: str
@@ -41,7 +40,6 @@ class Replacement:
     also: tuple[str, ...] = ()
     signature: tuple[str, ...] | None
     wraps: bool = False
-    required: bool = True
 
 
 @dataclass(slots=True)
@@ -72,16 +70,11 @@ class Installation:
     def __init__(self) -> None:
         self._patches = Patches()
         self._calls: dict[str, int] = {}
-        self._required: set[str] = set()
 
     @property
     def calls(self) -> dict[str, int]:
         """Number of calls of each counted replacement, by target."""
         return dict(self._calls)
-
-    def uncalled(self) -> tuple[str, ...]:
-        """Targets of required replacements that were never called, in order of installation."""
-        return tuple(name for name, n in self._calls.items() if n == 0 and name in self._required)
 
     def uninstall(self) -> None:
         """Puts every original back; calling it again does nothing."""
@@ -92,8 +85,6 @@ class Installation:
         value: object = item.function
         if not isinstance(item.function, type):
             self._calls[item.target] = 0
-            if item.required:
-                self._required.add(item.target)
             value = self._counted(item, found.original)
         for owner in (found.owner, *_other_holders(found)):
             self._patches.set(owner, found.name, value)

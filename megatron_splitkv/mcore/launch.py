@@ -5,14 +5,13 @@
 
 Order of events: read `--context-parallel-impl` from the command line; without a GPU enter CPU mode;
 add our arguments and checks to Megatron's parser; with `splitkv` put the hook table in force; run
-the script as `__main__`; at its end fail if a hook that applies to this run was never called.
+the script as `__main__`; after the first training step fail if it did not use what was replaced.
 """
 
 import argparse
 import os
 import runpy
 import sys
-import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -25,6 +24,7 @@ from megatron_splitkv.mcore import (
     arguments,
     cpu_arguments,
     cpu_mode,
+    failure,
     hooks,
     upstream_fixes,
 )
@@ -52,9 +52,7 @@ def run() -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        traceback.print_exc()
-        rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        print(f"splitkv: rank {rank} of {size} failed: {error}", file=sys.stderr)
+        failure.report(error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -66,10 +64,11 @@ def main(argv: Sequence[str]) -> None:
     Args:
         argv: the script's path, then its arguments.
     Raises:
-        SystemExit: no script was named.
+        SystemExit: no script was named, or the script raised it, as Megatron does at
+            `--exit-interval` and on signals.
         ValueError: the script is missing, or an argument of ours is wrong.
-        UnsupportedError: this Megatron, or a setting of the run, does not fit.
-        RuntimeError: the script ended and a hook that applies to the run was never called.
+        UnsupportedError: this Megatron, this machine or a setting of the run does not fit, or the
+            script's first training step did not use what was replaced.
     """
     if not argv or argv[0] in ("-h", "--help"):
         raise SystemExit(_USAGE)
@@ -81,9 +80,13 @@ def main(argv: Sequence[str]) -> None:
         launcher.install(script_args)
         sys.argv = [script, *script_args]
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-        runpy.run_path(script, run_name="__main__")
-        launcher.finish()
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit:
+            launcher.leave_groups()
+            raise
         launcher.leave_groups()
+        launcher.note_if_unchecked()
     finally:
         launcher.uninstall()
 
@@ -97,17 +100,20 @@ class Launcher:
         self._num_threads = 0
         self._session: Session | None = None
         self._num_hooks = 0
+        self._is_checked = False
         self._installations: list[hooks.Installation] = []
 
     def install(self, script_args: Sequence[str]) -> None:
         """Enters CPU mode if there is no GPU, and puts the hooks of this implementation in force.
 
         Raises:
-            UnsupportedError: Megatron is another version, or a name to replace differs.
+            UnsupportedError: Megatron is another version, a name to replace differs, or there are
+                no kernels for this machine's GPU.
         """
         if self.impl == "splitkv":
             check_megatron_version(version("megatron-core"))
             arguments.check_command_line(script_args)
+            check_device()
         if cpu_mode.install():
             self._num_threads = cpu_arguments.share_cores()
         # What imports Megatron or native kernels is imported only now: CPU mode quiets the notices
@@ -126,25 +132,18 @@ class Launcher:
             self._num_hooks = len(table)
             self._installations.append(hooks.install(table))
             self._installations.append(hooks.install(upstream_fixes.packed_replacements()))
+            self._installations.append(hooks.install([self._step_hook()]))
 
-    def finish(self) -> None:
-        """Checks, after the script, that what was replaced was used.
-
-        Raises:
-            RuntimeError: a hook that applies to this run was never called.
-        """
-        if self.impl != "splitkv" or self.args is None or self.args.skip_train:
+    def note_if_unchecked(self) -> None:
+        """Says so where a script ended without a step of Megatron's: then nothing was checked."""
+        args = self.args
+        if self._session is None or args is None or args.skip_train or self._is_checked:
             return
-        from megatron_splitkv.mcore import hook_table
-
-        called = {name for item in self._installations for name, n in item.calls.items() if n}
-        missing = [name for name in hook_table.expected_calls(self.args) if name not in called]
-        if missing:
-            raise RuntimeError(
-                f"--context-parallel-impl splitkv: {', '.join(missing)} was replaced and never "
-                "called, so the run did not use it; call Megatron's function of that name in the "
-                "script, or run with --context-parallel-impl megatron"
-            )
+        _print_on_first_rank(
+            args,
+            "splitkv: Megatron's train_step was not called, so whether this script uses Split-KV "
+            "was not checked",
+        )
 
     def leave_groups(self) -> None:
         """Ends the process groups of a script that did not.
@@ -178,6 +177,62 @@ class Launcher:
             ),
         ]
 
+    def _step_hook(self) -> hooks.Replacement:
+        return hooks.Replacement(
+            target="megatron.training.training:train_step",
+            function=self._train_step,
+            signature=(
+                "forward_step_func",
+                "data_iterator",
+                "model",
+                "optimizer",
+                "opt_param_scheduler",
+                "config",
+                "forward_backward_func",
+                "iteration",
+                "pg_collection",
+                "p2p_communicator",
+            ),
+            wraps=True,
+        )
+
+    def _train_step(
+        self,
+        original: Callable[..., Any],
+        forward_step_func: Callable[..., Any],
+        data_iterator: object,
+        model: Sequence[torch.nn.Module],
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        """Megatron's `train_step`; after the first one, what was replaced must have been used."""
+        result = original(forward_step_func, data_iterator, model, *args, **kwargs)
+        if not self._is_checked:
+            self._is_checked = True
+            self._check_use(model)
+        return result
+
+    def _check_use(self, model: Sequence[torch.nn.Module]) -> None:
+        """Checks, after a step, that this rank called whatever it must.
+
+        Raises:
+            UnsupportedError: names what was not called.
+        """
+        from megatron_splitkv.mcore import hook_table
+
+        assert self.args is not None and self._session is not None
+        called = {name for item in self._installations for name, n in item.calls.items() if n}
+        if self._session.num_attention_calls:
+            called.add(hook_table.ATTENTION)
+        missing = [x for x in hook_table.expected_calls(self.args, model) if x not in called]
+        if missing:
+            raise UnsupportedError(
+                f"--context-parallel-impl splitkv: the first training step never called "
+                f"{', '.join(missing)}, so this script does context parallelism its own way; let "
+                "it call Megatron's functions and layer specs of those names, or run with "
+                "--context-parallel-impl megatron"
+            )
+
     def _validate(
         self,
         original: Callable[..., Any],
@@ -194,6 +249,8 @@ class Launcher:
         if self.impl == "splitkv":
             for note in arguments.validate_splitkv_args(args):
                 _print_on_first_rank(args, f"splitkv: {note}")
+        else:
+            arguments.check_stock_context_parallelism(args)
         original(args, defaults or {})
         if self.impl == "splitkv":
             upstream_fixes.allow_packed_microbatches(args)
@@ -215,6 +272,31 @@ def check_megatron_version(found: str) -> None:
             f"{', '.join(TESTED_MEGATRON)}; pip install megatron-core=={TESTED_MEGATRON[-1]}, or "
             "run with --context-parallel-impl megatron"
         )
+
+
+def check_device() -> None:
+    """Refuses a GPU that there are no kernels for; without a GPU, CPU mode runs.
+
+    Raises:
+        UnsupportedError: CUDA is available and the ops have no CUDA implementation.
+    """
+    if torch.cuda.is_available() and not has_cuda_kernels():
+        raise UnsupportedError(
+            f"this machine has {torch.cuda.get_device_name()} and this build of megatron_splitkv "
+            "has no CUDA kernels, which --context-parallel-impl splitkv needs on a GPU; set "
+            "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU, or run with "
+            "--context-parallel-impl megatron"
+        )
+
+
+def has_cuda_kernels() -> bool:
+    """Whether every op of the attention has a CUDA implementation in this build."""
+    import megatron_splitkv.ops as ops
+
+    return all(
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"megatron_splitkv::{name}", "CUDA")
+        for name in ops.__all__
+    )
 
 
 def _print_on_first_rank(args: Namespace, line: str) -> None:

@@ -93,14 +93,13 @@ def norm_replacements() -> list[Replacement]:
                 target="megatron.core.models.backends:LocalSpecProvider.layer_norm",
                 function=_layer_norm,
                 signature=("self", "rms_norm", "for_qk", "has_residual"),
-                required=False,
             )
         )
     return replacements
 
 
 def _class_replacement(target: str) -> Replacement:
-    return Replacement(target=target, function=TokenNorm, signature=None, required=False)
+    return Replacement(target=target, function=TokenNorm, signature=None)
 
 
 def _layer_norm(

@@ -18,6 +18,7 @@ class Session:
         self._attention: type[SplitKVAttention] | None = None
         self._num_hooks = 0
         self._announces = False
+        self._num_attention_calls = 0
 
     def configure(self, args: Namespace, *, num_hooks: int) -> None:
         """Takes the settings of the run from its validated arguments.
@@ -27,7 +28,7 @@ class Session:
             num_hooks: replacements in force, for the start-up line.
         """
         self._book = PlanBook(splitkv_config_from_args(args), _placement_queries(args))
-        self._attention = SplitKVAttention.with_book(self._book, self._announce)
+        self._attention = SplitKVAttention.with_book(self._book, self._on_call)
         self._num_hooks = num_hooks
         self._announces = args.rank == 0
 
@@ -43,13 +44,19 @@ class Session:
         assert self._attention is not None, "a spec was built before the arguments were validated"
         return self._attention
 
+    @property
+    def num_attention_calls(self) -> int:
+        """How often layers of this run called `SplitKVAttention.forward`."""
+        return self._num_attention_calls
+
     def forget_plans(self) -> None:
         """Lets go of the process groups that plans refer to."""
         if self._book is not None:
             self._book.forget()
 
-    def _announce(self, plan: Plan, shape: AttentionShape) -> None:
-        """Prints the start-up line at the first attention call of the first rank."""
+    def _on_call(self, plan: Plan, shape: AttentionShape) -> None:
+        """Counts, and prints the start-up line at the first attention call of the first rank."""
+        self._num_attention_calls += 1
         if self._announces:
             self._announces = False
             line = startup_line(plan, shape, self.book.config, num_hooks=self._num_hooks)
@@ -67,7 +74,7 @@ def startup_line(
         config: settings of the run.
         num_hooks: replacements in force.
     Returns:
-        One line; bytes are those of one layer over all ranks of the context-parallel group.
+        One line; bytes are those of one layer, summed over the context-parallel group.
     """
     report = report_plan(plan, shape, config)
     return (
@@ -75,8 +82,9 @@ def startup_line(
         f"stages={min(config.num_stages, max(1, plan.cp_size - 1))} "
         f"partial_dtype={config.partial_dtype} "
         f"imbalance={report.cost_max_over_mean - 1:.1%} "
-        f"bytes/layer fwd={_megabytes(report.bytes_forward)} "
-        f"bwd={_megabytes(report.bytes_backward)} hooks={num_hooks}"
+        f"hooks={num_hooks} bytes/layer fwd={_megabytes(report.bytes_forward)} "
+        f"bwd={_megabytes(report.bytes_backward)} "
+        "(first microbatch, summed over the context-parallel group)"
     )
 
 

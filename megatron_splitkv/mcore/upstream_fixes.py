@@ -29,7 +29,6 @@ def wheel_replacements() -> list[Replacement]:
             target="megatron.core.datasets.utils:compile_helpers",
             function=_already_compiled,
             signature=(),
-            required=False,
         )
     ]
 
@@ -43,7 +42,6 @@ def packed_replacements() -> list[Replacement]:
             function=_build_on_every_stage,
             signature=("self", "cls", "sizes", "is_built_on_rank", "config"),
             wraps=True,
-            required=False,
         )
     ]
 

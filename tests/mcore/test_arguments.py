@@ -1,6 +1,7 @@
 """Our arguments on Megatron's parser: values, refusals and what they say."""
 
 import argparse
+import os
 import shlex
 
 import pytest
@@ -77,7 +78,7 @@ def test_yaml_is_refused():
         ("--splitkv-balance-tolerance 2", r"balance_tolerance=2.0 must lie in \[0, 1\]"),
         ("--splitkv-check-plan never", r"check_plan='never' is unknown"),
         ("--context-parallel-impl ring", r"impl ring is unknown"),
-        ("--context-parallel-size 3", r"--seq-length=64 must be a multiple of 2 .*=6.* use 66"),
+        ("--context-parallel-size 3", r"of 2 \* --context-parallel-size \(3\) = 6, .* use 66"),
         (PACKED, r"packed documents with --context-parallel-size=2 needs --calculate-per-token"),
         ("--sft", r"packed documents .* add --calculate-per-token-loss"),
         ("--eod-mask-loss", r"--eod-mask-loss .* needs --calculate-per-token-loss"),
@@ -99,6 +100,8 @@ def test_bad_values(parse, extra, message):
         ("--is-hybrid-model", r"--is-hybrid-model=True"),
         ("--experimental-attention-variant gated_delta_net", r"variant=gated_delta_net"),
         ("--experimental-attention-variant dsa", r"variant=dsa .* use softmax attention"),
+        ("--heterogeneous-layers-config-path l.json", r"-config-path=l.json .* layers of one kind"),
+        ("--heterogeneous-layers-config-encoded-json {}", r"-config-encoded-json={} does not work"),
         ("--reset-attention-mask", r"a dense mask .* use --dataloader-inter-document-masking"),
         ("--attention-backend local --spec local", r"--attention-backend=local .* leave it out"),
         ("--transformer-impl inference_optimized", r"use local or transformer_engine"),
@@ -179,6 +182,41 @@ def test_dense_mask_of_the_dataloader_is_switched_off(parse):
     ]
 
 
+def test_adding_arguments_twice_adds_them_once(parser):
+    before = len(parser._actions)
+    assert arguments.add_splitkv_args(parser) is parser
+    assert len(parser._actions) == before
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "has_te", "missing"),
+    [
+        (False, True, "no CUDA device; use"),
+        (True, False, "no transformer-engine; use"),
+        (False, False, "no CUDA device and no transformer-engine; use"),
+        (True, True, None),
+    ],
+)
+def test_stock_context_parallelism_needs_a_gpu(parse, monkeypatch, has_gpu, has_te, missing):
+    monkeypatch.setattr(arguments.torch.cuda, "is_available", lambda: has_gpu)
+    found = object() if has_te else None
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: found)
+    args = parse("--context-parallel-impl megatron")
+    if missing is None:
+        arguments.check_stock_context_parallelism(args)
+    else:
+        with pytest.raises(UnsupportedError, match=missing) as caught:
+            arguments.check_stock_context_parallelism(args)
+        for part in (
+            "--context-parallel-size=2 with --context-parallel-impl megatron",
+            "needs transformer-engine and a GPU",
+            "use --context-parallel-size 1 or --context-parallel-impl splitkv",
+        ):
+            assert part in str(caught.value)
+    args.context_parallel_size = 1
+    arguments.check_stock_context_parallelism(args)
+
+
 def test_every_argument_has_help_with_its_default(parser):
     ours = [a for a in parser._actions if any("--splitkv-" in o for o in a.option_strings)]
     assert len(ours) == 7
@@ -214,6 +252,7 @@ def test_what_has_no_cpu_form_is_refused(parse, extra, message):
     ("cores", "processes", "given", "expected"),
     [
         (8, "2", None, 4),
+        (8, "2", "", 4),
         (8, "2", "1", 4),  # torchrun's own
         (8, "2", "3", 3),
         (8, "2", "16", 4),
@@ -226,13 +265,12 @@ def test_cores_are_shared(monkeypatch, cores, processes, given, expected):
     monkeypatch.setattr(cpu_arguments, "_num_cores", lambda: cores)
     monkeypatch.setattr(cpu_arguments.torch, "set_num_threads", threads.append)
     for name, value in (("LOCAL_WORLD_SIZE", processes), ("OMP_NUM_THREADS", given)):
+        monkeypatch.setenv(name, value or "")  # so that it is put back, whatever is set below
         if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
-    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+            monkeypatch.delenv(name)
     assert cpu_arguments.share_cores() == expected
     assert threads == [expected]
+    assert os.environ["OMP_NUM_THREADS"] == str(expected)
 
 
 def test_cpu_line_is_loud_and_complete():

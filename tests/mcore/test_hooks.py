@@ -1,12 +1,16 @@
-"""Replacing names: checks before, counts during, originals after."""
+"""Replacing names: checks before, counts during, originals after. What a rank must have called."""
 
 import sys
+from argparse import Namespace
 from types import ModuleType
 
 import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from megatron_splitkv.errors import UnsupportedError
-from megatron_splitkv.mcore import hooks
+from megatron_splitkv.mcore import hook_table, hooks
 from megatron_splitkv.mcore.hooks import Replacement
 
 HOME, BORROWER, BYSTANDER = "megatron.hooks_home", "megatron.hooks_borrower", "other.hooks_module"
@@ -60,24 +64,18 @@ def test_replaces_a_method_on_its_class(modules):
     assert Provider().attention() == "stock"
 
 
-def test_counts_calls_and_names_what_was_never_called(modules):
-    target = f"{HOME}:scale"
+def test_counts_the_calls_of_each_name_wherever_it_is_called(modules):
+    scaling, method = f"{HOME}:scale", f"{HOME}:Provider.attention"
     installed = hooks.install(
         [
             replacement(),
-            Replacement(
-                target=f"{HOME}:Provider.attention",
-                function=lambda provider: "ours",
-                signature=("self",),
-                required=False,
-            ),
+            Replacement(target=method, function=lambda provider: "ours", signature=("self",)),
         ]
     )
-    assert installed.uncalled() == (target,)
+    assert installed.calls == {scaling: 0, method: 0}
     modules[BORROWER].scale(1)
     modules[HOME].scale(1)
-    assert installed.uncalled() == ()
-    assert installed.calls[target] == 2
+    assert installed.calls == {scaling: 2, method: 0}
     installed.uninstall()
 
 
@@ -132,3 +130,41 @@ def test_patches_restore_what_was_there_and_what_was_not():
     patches.undo()
     assert owner.present == 1
     assert not hasattr(owner, "absent")
+
+
+class Layer(torch.nn.Module, BaseTransformerLayer):
+    pass
+
+
+LAYERS, NONE = (torch.nn.ModuleList([Layer()]),), (torch.nn.ModuleList([torch.nn.Identity()]),)
+ATTENTION, BATCH = hook_table.ATTENTION, hook_table.BATCH
+SLICE, PACKED = hook_table.ROTARY_SLICE, hook_table.ROTARY_PACKED
+
+
+@pytest.mark.parametrize(
+    ("stage", "model", "changes", "expected"),
+    [
+        (0, LAYERS, {}, {ATTENTION, BATCH, SLICE}),
+        (1, LAYERS, {}, {ATTENTION, SLICE}),
+        (0, NONE, {}, {BATCH, SLICE}),  # a stage of the embedding alone
+        (0, NONE, {"pipeline_model_parallel_size": 1}, {ATTENTION, BATCH, SLICE}),  # own layers
+        (0, LAYERS, {"context_parallel_size": 1}, {ATTENTION, BATCH}),
+        (0, LAYERS, {"sft": True}, {ATTENTION, BATCH, PACKED}),
+        (0, NONE, {"sft": True}, {BATCH}),
+        (1, LAYERS, {"sft": True, "no_rope_freq": 2}, {ATTENTION}),
+        (2, LAYERS, {"mtp_num_layers": 1}, {ATTENTION, BATCH, SLICE, hook_table.MTP_ROLL}),
+    ],
+)
+def test_expected_calls(monkeypatch, stage, model, changes, expected):
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: stage)
+    fields = {
+        "pipeline_model_parallel_size": 3,
+        "context_parallel_size": 2,
+        "position_embedding_type": "rope",
+        "sft": False,
+        "dataloader_inter_document_masking": False,
+        "no_rope_freq": None,
+        "mtp_num_layers": None,
+    }
+    found = hook_table.expected_calls(Namespace(**{**fields, **changes}), model)
+    assert set(found) == expected

@@ -1,15 +1,15 @@
 """The launcher: what it refuses, what it changes, and runs from start to end."""
 
+import importlib
 import sys
+from functools import reduce
 
 import pytest
 import torch
-from megatron.core import utils as mcore_utils
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.common.embeddings import rope_utils
 
 from megatron_splitkv.errors import UnsupportedError
-from megatron_splitkv.mcore import launch
+from megatron_splitkv.mcore import hook_table, launch, upstream_fixes
+from megatron_splitkv.mcore.session import Session
 from tests.mcore import jobs
 
 PACKED = "--dataloader-inter-document-masking"
@@ -65,26 +65,31 @@ def test_tested_megatron_version_is_taken():
     launch.check_megatron_version("0.19.2")
 
 
-def stock_names():
-    return (
-        mcore_utils.get_batch_on_this_cp_rank,
-        rope_utils.get_pos_emb_on_this_cp_rank,
-        rope_utils._apply_rotary_pos_emb_thd,
-        LocalSpecProvider.core_attention,
-    )
+def replaced_names():
+    """What stands at each name that a run under Split-KV replaces, by module and name."""
+    table = hook_table.splitkv_replacements(Session()) + upstream_fixes.packed_replacements()
+    table.append(launch.Launcher("splitkv")._step_hook())
+    names = {}
+    for item in table:
+        home, _, path = item.target.partition(":")
+        for module in (home, *item.also):
+            names[module, path] = reduce(getattr, path.split("."), importlib.import_module(module))
+    return names
 
 
 @pytest.mark.parametrize("impl", ["megatron", "splitkv"])
 def test_install_touches_context_parallelism_only_if_asked(impl):
-    before = stock_names()
+    before = replaced_names()
     launcher = launch.Launcher(impl)
     try:
         launcher.install([])
-        changed = [a is not b for a, b in zip(stock_names(), before, strict=True)]
-        assert changed == [impl == "splitkv"] * 4
+        during = replaced_names()
+        changed = {name: during[name] is not before[name] for name in before}
+        assert len(changed) >= 11
+        assert changed == dict.fromkeys(before, impl == "splitkv")
     finally:
         launcher.uninstall()
-    assert stock_names() == before
+    assert replaced_names() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without CUDA")
@@ -117,6 +122,7 @@ def test_splitkv_says_what_is_active(text_data, tmp_path, reference):
     for part in ("cp=2", "block_size=", "stages=1", "partial_dtype=fp32", "imbalance=", "hooks=6"):
         assert part in said
     assert "fwd=0.00MB" not in said
+    assert said.endswith("MB (first microbatch, summed over the context-parallel group)")
 
 
 def test_sequence_parallel_norms(text_data, tmp_path, reference):
@@ -165,19 +171,120 @@ def test_bad_setting_ends_every_rank_with_one_message(text_data, tmp_path):
     assert len(texts) == 1
     assert texts.pop().startswith("--qk-clip=True does not work with --context-parallel-impl")
     assert "initializing torch distributed" not in log, "before any group, data or model"
+    assert "Traceback" not in log, "the message says it all"
 
 
-def test_a_hook_that_was_never_called_is_an_error(text_data, tmp_path):
-    """A script that cuts batches its own way would train on the wrong tokens."""
+def train_one_rank(text_data, tmp_path, extra, script=jobs.EXAMPLE):
+    """Trains under Split-KV and returns exit code and log, whatever they are."""
+    data = ["--data-path", str(text_data), "--data-cache-path", str(tmp_path / "cache")]
+    saved = ["--save", str(tmp_path / "saved")]
+    arguments = ["--context-parallel-impl", "splitkv", *saved, *extra.split()]
+    return jobs.launch([*jobs.MODEL, *TOY, *data, *arguments], num_processes=1, script=script)
+
+
+def test_a_function_that_was_never_called_is_an_error(text_data, tmp_path):
+    """A script that cuts batches its own way trains on the wrong tokens; it ends by sys.exit."""
     own = jobs.EXAMPLE.read_text()
     own = own.replace("return get_batch_on_this_cp_rank(", "return (lambda batch, **kw: batch)(")
     script = tmp_path / "own_way.py"
     script.write_text(own)
-    data = ["--data-path", str(text_data), "--data-cache-path", str(tmp_path / "cache")]
-    arguments = ["--context-parallel-impl", "splitkv", PACKED, "--save", str(tmp_path / "saved")]
-    code, log = jobs.launch([*jobs.MODEL, *TOY, *data, *arguments], num_processes=1, script=script)
+    arguments = f"{PACKED} --train-iters 9 --exit-interval 2"
+    code, log = train_one_rank(text_data, tmp_path, arguments, script)
     assert code == 1
-    assert "get_batch_on_this_cp_rank was replaced and never called" in log
+    assert "the first training step never called megatron.core.utils:get_batch_on_this" in log
+    assert "iteration        1/" not in log, "found before the first step was logged"
+    assert not list(tmp_path.glob("saved/iter_*"))
+    assert "Traceback" not in log
+
+
+def test_attention_that_never_ran_is_an_error(text_data, tmp_path):
+    """The spec asks the replaced provider for its attention, and then names another."""
+    (tmp_path / "own_spec.py").write_text(
+        "from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec\n"
+        "from megatron.core.transformer.dot_product_attention import DotProductAttention\n"
+        "layer = get_gpt_layer_local_spec(normalization='RMSNorm')\n"
+        "layer.submodules.self_attention.submodules.core_attention = DotProductAttention\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(jobs.EXAMPLE.read_text())
+    code, log = train_one_rank(text_data, tmp_path, "--spec own_spec layer", script)
+    assert code == 1
+    assert "never called megatron_splitkv.mcore.module:SplitKVAttention.forward, so" in log
+
+
+def test_a_finished_job_that_is_started_again_ends_well(text_data, tmp_path):
+    arguments = f"{PACKED} --load {tmp_path / 'saved'}"
+    code, log = train_one_rank(text_data, tmp_path, arguments)
+    assert code == 0, log
+    assert "was not checked" not in log
+    code, log = train_one_rank(text_data, tmp_path, arguments)
+    assert code == 0, log
+    assert line(log, "splitkv: Megatron's train_step was not called").endswith("was not checked")
+
+
+def test_exit_leaves_process_groups(tmp_path, monkeypatch):
+    """As at the end of a script: else their threads may abort a run that succeeded."""
+    script = tmp_path / "exits.py"
+    script.write_text(
+        "import sys, torch\n"
+        f"torch.distributed.init_process_group('gloo', init_method='file://{tmp_path}/meet', "
+        "rank=0, world_size=1)\n"
+        "sys.exit(3)\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["launch"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        launch.main([str(script)])
+    assert ended.value.code == 3
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_gpu_without_kernels_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(launch, "has_cuda_kernels", lambda: False)
+    message = r"has NVIDIA H200 and .* no CUDA kernels.*; set CUDA_VISIBLE_DEVICES= .*impl megatron"
+    launcher = launch.Launcher("splitkv")
+    with pytest.raises(UnsupportedError, match=message):
+        launcher.install([])
+    monkeypatch.setattr(launch, "has_cuda_kernels", lambda: True)
+    launch.check_device()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(launch, "has_cuda_kernels", lambda: False)
+    launch.check_device()
+
+
+def test_kernels_are_there_once_every_op_has_one(monkeypatch):
+    asked = []
+
+    def registered(name, key):
+        asked.append((name, key))
+        return len(asked) < 6
+
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", registered)
+    assert launch.has_cuda_kernels()
+    assert sorted(asked) == [
+        ("megatron_splitkv::merge_partials_", "CUDA"),
+        ("megatron_splitkv::partial_attention", "CUDA"),
+        ("megatron_splitkv::partial_attention_backward", "CUDA"),
+    ]
+    assert not launch.has_cuda_kernels()
+
+
+def test_extra_arguments_of_the_script_may_be_ours(monkeypatch):
+    """A script that works without the launcher passes them to Megatron itself."""
+    from megatron.training import arguments as megatron_arguments
+
+    from megatron_splitkv.mcore.arguments import add_splitkv_args
+
+    launcher = launch.Launcher("megatron")
+    try:
+        launcher.install([])
+        monkeypatch.setattr(sys, "argv", ["script", "--splitkv-stages", "3"])
+        args = megatron_arguments.parse_args(extra_args_provider=add_splitkv_args)
+    finally:
+        launcher.uninstall()
+    assert args.splitkv_stages == 3
 
 
 def test_if_one_rank_fails_the_others_end(tmp_path):
