@@ -10,7 +10,15 @@ if [[ -z "${PYTHON:-}" ]]; then
     PYTHON="$here/../.venv/bin/python"
     [[ -x "$PYTHON" ]] || PYTHON=python3
 fi
-gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
+read -r gpus has_kernels < <("$PYTHON" -c 'import torch
+from megatron_splitkv.mcore.launch import has_cuda_kernels
+print(torch.cuda.device_count(), int(has_cuda_kernels()))')
+if ((gpus > 0 && !has_kernels)) && [[ "${IMPL:-splitkv}" == splitkv ]]; then
+    echo "this build of megatron_splitkv has no CUDA kernels: CPU mode, although there are" \
+        "$gpus GPUs; IMPL=megatron trains on them" >&2
+    export CUDA_VISIBLE_DEVICES=
+    gpus=0
+fi
 
 # Sizes that suit the machine.
 if ((gpus > 0)); then
@@ -26,30 +34,57 @@ IMPL="${IMPL:-splitkv}"                   # context parallelism: splitkv (ours) 
 TP="${TP:-1}"                             # tensor-parallel ranks: each layer's weights are cut
 PP="${PP:-1}"                             # pipeline stages: the layers are dealt out
 CP="${CP:-$default_cp}"                   # context-parallel ranks: each sequence is cut
-NPROC="${NPROC:-$((TP * PP * CP))}"       # processes here; beyond TP*PP*CP they are data-parallel
+NPROC="${NPROC:-}"                        # processes here; empty: TP*PP*CP; more: data-parallel
 SEQ_LEN="${SEQ_LEN:-$default_seq}"        # tokens of one sequence, a multiple of 2*CP
 PACKED="${PACKED:-1}"                     # 1: attention stops at document ends; 0: it does not
 MICRO_BATCH="${MICRO_BATCH:-1}"           # sequences of one forward pass
-GLOBAL_BATCH="${GLOBAL_BATCH:-$((2 * NPROC / (TP * PP * CP)))}" # sequences of one optimizer step
+GLOBAL_BATCH="${GLOBAL_BATCH:-}"          # sequences of one optimizer step; empty: two passes
 TRAIN_ITERS="${TRAIN_ITERS:-$default_iters}" # optimizer steps
 LAYERS="${LAYERS:-$default_layers}"       # the model: layers,
 HIDDEN="${HIDDEN:-$default_hidden}"       #   width,
 HEADS="${HEADS:-$default_heads}"          #   query heads,
 KV_HEADS="${KV_HEADS:-$default_kv_heads}" #   key and value heads
 DATA="${DATA:-}"                          # folder of text; empty: Python's standard library
+MAX_BYTES="${MAX_BYTES:-$((32 << 20))}"   # text that is taken from it
 OUT="${OUT:-$here/out}"                   # where prepared data goes
 # ---------------------------------------------------------------------------------------------
 
-if ((NPROC % (TP * PP * CP) != 0)); then
-    echo "NPROC=$NPROC must be a multiple of TP*PP*CP=$((TP * PP * CP)); set NPROC or one of them" >&2
+refuse() { # what was got, what is needed, the way out
+    echo "$1 must be $2; $3" >&2
     exit 2
-fi
+}
+need_multiple() { # a knob, an expression of knobs that must divide it
+    local got="${!1}" divisor=$(($2))
+    ((got % divisor == 0)) && return
+    local near=$(((got / divisor + 1) * divisor))
+    refuse "$1=$got" "a multiple of $2=$divisor" "set $1=$near, or change $2"
+}
+
+for knob in TP PP CP NPROC SEQ_LEN MICRO_BATCH GLOBAL_BATCH TRAIN_ITERS LAYERS HIDDEN HEADS \
+    KV_HEADS MAX_BYTES; do
+    if [[ "$knob" == NPROC ]]; then : "${NPROC:=$((TP * PP * CP))}"; fi
+    if [[ "$knob" == GLOBAL_BATCH ]]; then
+        : "${GLOBAL_BATCH:=$((2 * MICRO_BATCH * NPROC / (TP * PP * CP)))}"
+    fi
+    [[ "${!knob}" =~ ^[1-9][0-9]{0,11}$ ]] ||
+        refuse "$knob=${!knob}" "a whole number, 1 or more, in digits alone" "unset it for a default"
+done
+[[ "$PACKED" =~ ^[01]$ ]] || refuse "PACKED=$PACKED" "0 or 1" "unset it for a default"
+need_multiple NPROC "TP*PP*CP"
+need_multiple GLOBAL_BATCH "MICRO_BATCH*(NPROC/(TP*PP*CP))"
+need_multiple LAYERS PP
+need_multiple HEADS KV_HEADS
+need_multiple HEADS TP
+((TP % KV_HEADS == 0)) || need_multiple KV_HEADS TP
+need_multiple HIDDEN "2*HEADS" # rotary embedding turns pairs of a head's elements
+((CP == 1)) || need_multiple SEQ_LEN "2*CP"
+((TP == 1)) || need_multiple SEQ_LEN "TP*CP" # sequence parallelism
 if ((gpus > 0 && NPROC > gpus)); then
-    echo "NPROC=$NPROC processes need as many GPUs and this machine has $gpus; lower TP, PP or CP" >&2
-    exit 2
+    refuse "NPROC=$NPROC" "at most the $gpus GPUs of this machine" "lower TP, PP or CP"
 fi
 
 data="$("$PYTHON" "$here/prepare_text.py" --output "$OUT/data" --min-tokens $((SEQ_LEN + 1)) \
+    --max-bytes "$MAX_BYTES" \
     ${DATA:+--input "$DATA"})"
 
 args=(

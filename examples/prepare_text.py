@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from stat import S_ISREG
 
@@ -28,11 +28,21 @@ TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst", ".c", ".h", ".cpp", ".json", ".ht
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFile:
-    """One document: where it is, its size in bytes, and when it was last written."""
+    """One document: where it is, how many of its bytes count, and when it was last written."""
 
     path: Path
     num_bytes: int
     modified_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Files that are taken, and what the limit left out: files, bytes, the end of a file."""
+
+    files: Sequence[TextFile]
+    num_left_out: int
+    bytes_left_out: int
+    is_cut: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +76,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-bytes",
         type=int,
         default=32 << 20,
-        help="leave out what goes beyond this many bytes of text (default: %(default)s)",
+        help="leave out files that go beyond this many bytes of text in all, and say so; where "
+        "not even one fits, the first is cut (default: %(default)s)",
     )
     parser.add_argument(
         "--min-tokens",
@@ -87,13 +98,17 @@ def prepare(options: argparse.Namespace) -> Path:
     """
     console = Console(stderr=True, highlight=False)
     suffixes = tuple(suffix.strip() for suffix in options.suffixes.split(","))
-    files = find_files(options.input, suffixes, options.max_bytes)
+    selection = find_files(options.input, suffixes, options.max_bytes)
+    files = selection.files
     num_tokens = sum(file.num_bytes for file in files) + len(files)
     if num_tokens < options.min_tokens:
         raise ValueError(
             f"{options.input} holds {num_tokens} tokens and one sequence needs "
-            f"{options.min_tokens}; set DATA to a folder with more text, or SEQ_LEN to less"
+            f"{options.min_tokens}; set DATA to a folder with more text, SEQ_LEN to less"
+            f"{', or MAX_BYTES to more' if selection.bytes_left_out else ''}"
         )
+    if selection.bytes_left_out:
+        console.print(left_out_line(selection, options.max_bytes), soft_wrap=True)
     prefix = options.output / f"text-{fingerprint(files)}"
     found = Path(f"{prefix}.idx").exists()  # written last
     if not found:
@@ -107,35 +122,83 @@ def prepare(options: argparse.Namespace) -> Path:
     return prefix
 
 
-def find_files(folder: Path, suffixes: tuple[str, ...], max_bytes: int) -> list[TextFile]:
+def find_files(folder: Path, suffixes: tuple[str, ...], max_bytes: int) -> Selection:
     """Lists the text files under a folder in a fixed order, up to a number of bytes.
 
-    Hidden folders, caches and installed packages are left out.
+    Hidden folders, caches and installed packages are left out. A file is taken whole, except where
+    none would fit: then the first is cut.
 
     Raises:
         OSError: a file cannot be looked at.
-        ValueError: the folder does not exist, or holds no file with text in it.
+        ValueError: the folder does not exist, holds no file with text in it or a broken link, or
+            the limit is below 1.
     """
+    if max_bytes < 1:
+        raise ValueError(f"--max-bytes={max_bytes} must be at least 1; set MAX_BYTES to more")
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; set DATA to a folder of text files")
-    files, total = [], 0
-    for path in sorted(folder.rglob("*")):
-        inner = path.relative_to(folder).parts
-        skipped = any(part in ("__pycache__", "site-packages") or part[0] == "." for part in inner)
-        if skipped or path.suffix not in suffixes:
-            continue
-        status = path.stat()  # a broken link is an error, not a file left out in silence
-        if S_ISREG(status.st_mode) and 0 < status.st_size <= max_bytes - total:
-            files.append(
-                TextFile(path=path, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
-            )
-            total += status.st_size
-    if not files:
+    found = [
+        text_file(path) for path in sorted(folder.rglob("*")) if counts(path, folder, suffixes)
+    ]
+    texts = [file for file in found if file is not None]
+    if not texts:
         raise ValueError(
-            f"{folder} holds no text: no file of 1 to {max_bytes} bytes ends in "
-            f"{', '.join(suffixes)}; set DATA to a folder of such files"
+            f"{folder} holds no text: no file that is not empty ends in {', '.join(suffixes)}; set "
+            "DATA to a folder of such files"
         )
-    return files
+    files, total = [], 0
+    for file in texts:
+        if file.num_bytes <= max_bytes - total:
+            files.append(file)
+            total += file.num_bytes
+    is_cut = not files
+    if is_cut:
+        files = [replace(texts[0], num_bytes=max_bytes)]
+        total = max_bytes
+    return Selection(
+        files=files,
+        num_left_out=len(texts) - len(files),
+        bytes_left_out=sum(file.num_bytes for file in texts) - total,
+        is_cut=is_cut,
+    )
+
+
+def counts(path: Path, folder: Path, suffixes: tuple[str, ...]) -> bool:
+    """Whether a path below a folder has a name that is taken for text."""
+    inner = path.relative_to(folder).parts
+    skipped = any(part in ("__pycache__", "site-packages") or part[0] == "." for part in inner)
+    return path.suffix in suffixes and not skipped
+
+
+def text_file(path: Path) -> TextFile | None:
+    """Looks at a file; None if it is empty, or no file.
+
+    Raises:
+        OSError: it cannot be looked at.
+        ValueError: it is a broken link, which is not left out in silence.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        raise ValueError(
+            f"{path} is a broken link ({error.strerror}); remove it, or set DATA to another folder"
+        ) from error
+    if not S_ISREG(status.st_mode) or status.st_size == 0:
+        return None
+    return TextFile(path=path, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+def left_out_line(selection: Selection, max_bytes: int) -> str:
+    """What the limit cost."""
+    count = selection.num_left_out
+    parts = [f"the end of {selection.files[0].path}"] if selection.is_cut else []
+    parts += [f"{count} file{'s' * (count != 1)}"] if count else []
+    return (
+        f"data: left out {' and '.join(parts)} ({selection.bytes_left_out} bytes) beyond "
+        f"--max-bytes={max_bytes}; set MAX_BYTES to more to take all"
+    )
 
 
 def fingerprint(files: Sequence[TextFile]) -> str:
@@ -149,7 +212,7 @@ def write_dataset(files: Sequence[TextFile], prefix: Path, console: Console) -> 
 
     Raises:
         OSError: a file cannot be read, or the output cannot be written.
-        ValueError: a file changed its size while we worked.
+        ValueError: a file changed while we worked.
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"):  # Megatron's notices about missing GPU packages
@@ -159,8 +222,10 @@ def write_dataset(files: Sequence[TextFile], prefix: Path, console: Console) -> 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(END_OF_DOCUMENT + 1))
     quiet = not console.is_terminal
     for file in track(files, "reading text", console=console, transient=True, disable=quiet):
-        ids = np.frombuffer(file.path.read_bytes(), dtype=np.uint8).astype(np.int32)
-        if len(ids) != file.num_bytes:
+        with file.path.open("rb") as stream:
+            ids = np.frombuffer(stream.read(file.num_bytes), dtype=np.uint8).astype(np.int32)
+        is_whole = len(ids) == file.num_bytes
+        if not is_whole or file.path.stat().st_mtime_ns != file.modified_ns:
             raise ValueError(f"{file.path} changed while it was read; run again")
         document = torch.from_numpy(np.append(ids, np.int32(END_OF_DOCUMENT)))
         builder.add_document(document, [len(document)])

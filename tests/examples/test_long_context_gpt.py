@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,27 @@ def start(tmp_path):
 
 
 @pytest.fixture
+def machine(tmp_path):
+    """A Python that finds GPUs and kernels as it is told, and prints instead of training."""
+
+    def make(num_gpus, has_kernels):
+        path = tmp_path / "python"
+        path.write_text(
+            "#!/usr/bin/env bash\n"
+            'case "$*" in\n'
+            f"*device_count*) echo {num_gpus} {has_kernels} ;;\n"
+            '*torch.distributed.run*) echo "devices=${CUDA_VISIBLE_DEVICES-all} $*" ;;\n'
+            "*transformer_engine*) exit 1 ;;\n"
+            f'*) exec "{sys.executable}" "$@" ;;\n'
+            "esac\n"
+        )
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
 def texts(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -68,15 +90,69 @@ def test_trains_over_two_ranks_and_passes_arguments_on(start, texts):
     ("knobs", "message"),
     [
         ({"DATA": "/no/such/folder"}, "/no/such/folder is not a folder; set DATA"),
-        ({"SEQ_LEN": "99999999"}, "tokens and one sequence needs 100000000; set DATA"),
-        ({"CP": "2", "TP": "2", "NPROC": "6"}, "NPROC=6 must be a multiple of TP*PP*CP=4"),
+        ({"SEQ_LEN": "99999996"}, "tokens and one sequence needs 99999997; set DATA"),
+        ({"CP": "abc"}, "CP=abc must be a whole number, 1 or more"),
+        ({"CP": "0"}, "CP=0 must be a whole number"),
+        ({"TP": "08"}, "TP=08 must be a whole number"),
+        ({"SEQ_LEN": "10k"}, "SEQ_LEN=10k must be a whole number"),
+        ({"NPROC": "0"}, "NPROC=0 must be a whole number"),
+        ({"GLOBAL_BATCH": "-2"}, "GLOBAL_BATCH=-2 must be a whole number"),
+        ({"MAX_BYTES": "1e6"}, "MAX_BYTES=1e6 must be a whole number"),
+        ({"PACKED": "yes"}, "PACKED=yes must be 0 or 1; unset it"),
+        (
+            {"CP": "2", "TP": "2", "NPROC": "6"},
+            "NPROC=6 must be a multiple of TP*PP*CP=4; set NPROC=8, or change TP*PP*CP",
+        ),
+        ({"HEADS": "3", "KV_HEADS": "2"}, "HEADS=3 must be a multiple of KV_HEADS=2; set HEADS=4"),
+        ({"HIDDEN": "30"}, "HIDDEN=30 must be a multiple of 2*HEADS=4; set HIDDEN=32"),
+        ({"PP": "2", "LAYERS": "3"}, "LAYERS=3 must be a multiple of PP=2; set LAYERS=4"),
+        (
+            {"CP": "2", "SEQ_LEN": "126"},
+            "SEQ_LEN=126 must be a multiple of 2*CP=4; set SEQ_LEN=128",
+        ),
+        ({"TP": "4"}, "HEADS=2 must be a multiple of TP=4; set HEADS=4"),
+        (
+            {"TP": "2", "HEADS": "12", "HIDDEN": "48", "KV_HEADS": "3"},
+            "KV_HEADS=3 must be a multiple of TP=2; set KV_HEADS=4",
+        ),
+        ({"TP": "2", "CP": "1", "SEQ_LEN": "127"}, "SEQ_LEN=127 must be a multiple of TP*CP=2"),
+        (
+            {"MICRO_BATCH": "2", "GLOBAL_BATCH": "3"},
+            "GLOBAL_BATCH=3 must be a multiple of MICRO_BATCH*(NPROC/(TP*PP*CP))=2",
+        ),
     ],
 )
-def test_bad_knobs_are_named_before_torchrun_starts(start, knobs, message):
-    status, log = start(**knobs)
+def test_bad_knobs_are_named_before_torchrun_starts(start, machine, knobs, message):
+    status, log = start(PYTHON=machine(0, 0), **knobs)
     assert status == 2
     assert message in log
     assert len(log.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("has_kernels", "impl", "is_cpu"),
+    [(0, "splitkv", True), (1, "splitkv", False), (0, "megatron", False)],
+)
+def test_gpus_without_kernels_are_left_alone(start, machine, texts, has_kernels, impl, is_cpu):
+    status, log = start(DATA=str(texts), PYTHON=machine(2, has_kernels), IMPL=impl)
+    assert status == 0, log
+    said = "this build of megatron_splitkv has no CUDA kernels: CPU mode, although there are 2 GPUs"
+    assert (said in log) == is_cpu
+    assert ("devices= " in log) == is_cpu
+    assert ("--bf16" in log) == (not is_cpu)
+    assert "--nproc-per-node 2" in log
+
+
+def test_more_processes_than_gpus(start, machine):
+    status, log = start(PYTHON=machine(2, 1), CP="4")
+    assert status == 2
+    assert log == "NPROC=4 must be at most the 2 GPUs of this machine; lower TP, PP or CP\n"
+
+
+def test_default_batch_is_two_passes(start, machine, texts):
+    status, log = start(DATA=str(texts), PYTHON=machine(0, 0), MICRO_BATCH="3", CP="1", NPROC="2")
+    assert status == 0, log
+    assert "--global-batch-size 12 " in log
 
 
 def test_empty_folder_is_named_before_torchrun_starts(start, tmp_path):

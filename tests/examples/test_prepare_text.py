@@ -1,5 +1,6 @@
 """Text to dataset: what goes in comes out, a second call reuses it, bad input says so."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from rich.console import Console
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "prepare_text.py"
 TEXTS = {"b.txt": b"second", "a.py": b"first \xff bytes", "deep/er/c.md": b"third"}
@@ -68,6 +70,29 @@ def test_interrupted_work_is_done_again(texts, tmp_path):
 def test_limit_leaves_out_what_goes_beyond(texts, tmp_path):
     done = prepare(texts, tmp_path / "out", "--max-bytes", "20")
     assert documents(done.stdout.strip()) == [[*TEXTS[n], 256] for n in ("a.py", "b.txt")]
+    assert "data: left out 1 file (5 bytes) beyond --max-bytes=20; set MAX_BYTES" in done.stderr
+    assert "left out" not in prepare(texts, tmp_path / "out").stderr
+
+
+def test_where_no_file_fits_the_first_is_cut(texts, tmp_path):
+    first = prepare(texts, tmp_path / "out", "--max-bytes", "4")
+    assert first.returncode == 0, first.stderr
+    assert documents(first.stdout.strip()) == [[*b"firs", 256]]
+    said = f"left out the end of {texts / 'a.py'} and 2 files (20 bytes) beyond --max-bytes=4"
+    assert said in first.stderr
+    second = prepare(texts, tmp_path / "out", "--max-bytes", "3")
+    assert second.stdout != first.stdout
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(texts, tmp_path, monkeypatch):
+    (texts / "b.txt").write_bytes(b"grown by now")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    prepare_text = importlib.import_module("prepare_text")
+    seen = prepare_text.text_file(texts / "b.txt")
+    os.utime(texts / "b.txt", ns=(0, 0))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=r"b.txt changed while it was read; run again"):
+        prepare_text.write_dataset([seen], tmp_path / "out" / "text", Console(quiet=True))
 
 
 def test_default_is_the_standard_library(tmp_path):
@@ -80,7 +105,8 @@ def test_default_is_the_standard_library(tmp_path):
     ("content", "arguments", "message"),
     [
         (None, (), "is not a folder; set DATA to a folder of text files"),
-        ({}, (), "holds no text: no file of 1 to 33554432 bytes ends in .py"),
+        ({}, (), "holds no text: no file that is not empty ends in .py"),
+        ({"x.txt": b"abc"}, ("--max-bytes", "0"), "--max-bytes=0 must be at least 1"),
         ({"x.txt": b""}, (), "holds no text"),
         ({"x.bin": b"abc"}, (), "holds no text"),
         ({"x.txt": b"abc"}, ("--min-tokens", "5"), "holds 4 tokens and one sequence needs 5"),
@@ -110,9 +136,17 @@ def test_unreadable_file(texts, tmp_path):
     assert "b.txt" in done.stderr
 
 
-def test_file_that_cannot_be_read(texts, tmp_path):
-    (texts / "loop.txt").symlink_to(texts / "loop.txt")
+@pytest.mark.parametrize("target", ["loop.txt", "gone.txt"])
+def test_broken_link(texts, tmp_path, target):
+    (texts / "loop.txt").symlink_to(texts / target)
     done = prepare(texts, tmp_path / "out")
     assert done.returncode == 2
-    assert "loop.txt" in done.stderr
+    assert "loop.txt is a broken link (" in done.stderr
+    assert "; remove it, or set DATA to another folder" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_too_little_text_after_a_limit_names_the_limit(texts, tmp_path):
+    done = prepare(texts, tmp_path / "out", "--max-bytes", "20", "--min-tokens", "25")
+    assert done.returncode == 2
+    assert "SEQ_LEN to less, or MAX_BYTES to more" in done.stderr
