@@ -71,8 +71,8 @@ def check_no_grad(op: str, **tensors: Tensor) -> None:
 def refusal(op: str, tensor: Tensor) -> UnsupportedError:
     """The error of an op on a device for which no kernel is registered."""
     return UnsupportedError(
-        f"{op} got tensors on {tensor.device}, needs a device with kernels, which is the CPU in "
-        f"this build; move the tensors to the CPU or use megatron_splitkv.ops.reference.{op}"
+        f"{op} got tensors on {tensor.device}, needs a device with kernels, CPU or CUDA; move "
+        f"the tensors there or use megatron_splitkv.ops.reference.{op}"
     )
 
 
@@ -101,4 +101,5 @@ def cpu_launch(workspace: Tensor | None) -> _kernels.Launch:
         workspace=0 if workspace is None else workspace.data_ptr(),
         workspace_bytes=0 if workspace is None else workspace.numel(),
         num_threads=torch.get_num_threads(),
+        device_index=0,
     )

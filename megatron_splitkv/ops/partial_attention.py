@@ -5,10 +5,13 @@ head h reads KV head `h // (Hq // Hkv)`. Autograd lives in `attention.py`, not h
 the backward is that of the merged result, which a single partial does not know.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
+from megatron_splitkv.ops.cuda import cuda_launch, forward_work
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     OP_NAMESPACE,
@@ -18,6 +21,7 @@ from megatron_splitkv.ops.native import (
     cpu_launch,
     refusal,
 )
+from megatron_splitkv.ops.work_lists import WorkLists
 
 MAX_HEAD_DIM = 512
 
@@ -27,7 +31,7 @@ _BACKWARD = f"{OP_NAMESPACE}::partial_attention_backward"
 torch.library.define(
     _FORWARD,
     "(Tensor q, Tensor k, Tensor v, Tensor kv_begin, Tensor kv_end, *, float softmax_scale, "
-    "ScalarType out_dtype) -> (Tensor, Tensor)",
+    "ScalarType out_dtype, Tensor? work=None, int[] work_shape=[]) -> (Tensor, Tensor)",
 )
 torch.library.define(
     _BACKWARD,
@@ -45,11 +49,13 @@ def partial_attention(
     *,
     softmax_scale: float,
     out_dtype: torch.dtype = torch.float32,
+    work: WorkLists | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query row over its own interval of the local keys.
 
-    The result is bitwise the same for any number of threads. Keys and values that no row sees, and
-    query rows that see no key, are never read and may hold NaN.
+    The result is bitwise the same for any number of threads, and from run to run on a GPU. Query
+    rows that see no key, and keys that no row sees, may hold NaN. Values that no row sees may, too,
+    on the CPU; on CUDA they must be finite.
 
     Args:
         q: query rows, `[Tq, Hq, D]`, fp32, bf16 or fp16; last dimension contiguous, D <= 512.
@@ -59,21 +65,32 @@ def partial_attention(
         kv_end: one past the last visible key of each row, `[Tq]`, int32.
         softmax_scale: factor of the logits `q . k`.
         out_dtype: fp32, bf16 or fp16; accumulation is fp32 in any case.
+        work: work lists made from the same intervals, needed on CUDA alone.
     Returns:
         out `[Tq, Hq, Dv]` in out_dtype and lse `[Tq, Hq]` fp32, natural log. A row that sees no
         key has out = 0 and lse = -inf.
     Raises:
         ValueError: shapes, dtypes, devices or strides disagree, an interval leaves `[0, Tk)`, or
             an argument requires a gradient (see `attention.py` for the op that has one).
-        UnsupportedError: there is no kernel for the device of q.
+        UnsupportedError: there is no kernel for the device of q, or on CUDA for its dtype or the
+            head dims.
     Source: online softmax, Milakov and Gimelshein 2018; tiling, FlashAttention, Dao et al. 2022.
     """
     _check_attention_inputs(q, k, v, kv_begin, kv_end)
     check_no_grad("partial_attention", q=q, k=k, v=v)
     if out_dtype not in INPUT_DTYPES:
         raise ValueError(f"out_dtype={out_dtype} must be float32, bfloat16 or float16")
+    on_device = forward_work(q, k, v, work) if q.is_cuda else None
     return torch.ops.megatron_splitkv.partial_attention.default(
-        q, k, v, kv_begin, kv_end, softmax_scale=softmax_scale, out_dtype=out_dtype
+        q,
+        k,
+        v,
+        kv_begin,
+        kv_end,
+        softmax_scale=softmax_scale,
+        out_dtype=out_dtype,
+        work=None if on_device is None else on_device.items,
+        work_shape=() if on_device is None else on_device.shape,
     )
 
 
@@ -166,6 +183,8 @@ def _forward_fake(
     *,
     softmax_scale: float,
     out_dtype: torch.dtype,
+    work: Tensor | None = None,
+    work_shape: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     num_rows, num_heads_q, _ = q.shape
     out = q.new_empty((num_rows, num_heads_q, v.shape[-1]), dtype=out_dtype)
@@ -215,6 +234,8 @@ def _forward_cpu(
     *,
     softmax_scale: float,
     out_dtype: torch.dtype,
+    work: Tensor | None = None,
+    work_shape: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     num_rows, num_heads_q, head_dim_qk = q.shape
     head_dim_v = v.shape[-1]
@@ -234,6 +255,41 @@ def _forward_cpu(
         lse=as_rows(lse),
         softmax_scale=softmax_scale,
         launch=cpu_launch(workspace),
+    )
+    return out, lse
+
+
+@torch.library.impl(_FORWARD, "cuda")
+def _forward_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    *,
+    softmax_scale: float,
+    out_dtype: torch.dtype,
+    work: Tensor | None = None,
+    work_shape: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
+    assert work is not None, "partial_attention passes the work list"
+    num_rows, num_heads_q, _ = q.shape
+    out = q.new_empty((num_rows, num_heads_q, v.shape[2]), dtype=out_dtype)
+    lse = q.new_empty((num_rows, num_heads_q), dtype=torch.float32)
+    num_bytes = _kernels.cuda_forward_workspace_bytes(work_shape)
+    workspace = q.new_empty(num_bytes, dtype=torch.uint8)
+    _kernels.cuda_forward(
+        q=as_rows(q),
+        k=as_rows(k),
+        v=as_rows(v),
+        kv_begin=kv_begin.data_ptr(),
+        kv_end=kv_end.data_ptr(),
+        out=as_rows(out),
+        lse=as_rows(lse),
+        softmax_scale=softmax_scale,
+        work=work.data_ptr(),
+        work_shape=work_shape,
+        launch=cuda_launch(q.device, workspace),
     )
     return out, lse
 

@@ -1,0 +1,120 @@
+// What the one-pass kernels (merge, row_dot) share: one warp for each (row, head), each
+// lane a run of kVector columns at a time.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "attention/params.h"
+#include "cuda/launch.h"
+
+namespace splitkv::cuda {
+
+inline constexpr int kWarpThreads = 32;
+inline constexpr int kWarpsPerCta = 8;  // 256 threads: 8 CTAs fill an SM at 32 registers
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+// 16 bytes of fp32 in one load; 8 of a 16-bit format.
+inline constexpr int kWideVector = 4;
+
+template <int kVector>
+struct Values {
+    float x[kVector];
+};
+
+__device__ __forceinline__ uint32_t global_warp() {
+    return blockIdx.x * kWarpsPerCta + threadIdx.x / kWarpThreads;
+}
+
+__device__ __forceinline__ int lane() { return threadIdx.x % kWarpThreads; }
+
+template <typename Element>
+__device__ __forceinline__ const Element* row_of(const Rows& tensor, int64_t row, int64_t head) {
+    return static_cast<const Element*>(tensor.data) + row * tensor.row_stride +
+           head * tensor.head_stride;
+}
+
+template <typename Element>
+__device__ __forceinline__ Element* mutable_row_of(const Rows& tensor, int64_t row, int64_t head) {
+    return static_cast<Element*>(tensor.data) + row * tensor.row_stride + head * tensor.head_stride;
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+
+template <typename Element>
+__device__ __forceinline__ Element from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+    return x;
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+    return __float2bfloat16_rn(x);
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) {
+    return __float2half_rn(x);
+}
+
+// Elements that load and store as one machine word of their total size.
+template <typename Element, int kVector>
+struct alignas(sizeof(Element) * kVector) Packed {
+    Element x[kVector];
+};
+
+template <typename Element, int kVector>
+__device__ __forceinline__ Values<kVector> load_values(const Element* source) {
+    const auto packed = *reinterpret_cast<const Packed<Element, kVector>*>(source);
+    Values<kVector> values;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) values.x[i] = to_float(packed.x[i]);
+    return values;
+}
+
+template <typename Element, int kVector>
+__device__ __forceinline__ void store_values(const Values<kVector>& values, Element* target) {
+    Packed<Element, kVector> packed;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) packed.x[i] = from_float<Element>(values.x[i]);
+    *reinterpret_cast<Packed<Element, kVector>*>(target) = packed;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int step = kWarpThreads / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+    return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int step = kWarpThreads / 2; step > 0; step /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+    }
+    return x;
+}
+
+// One warp for each of rows * heads; they are counted in 32 bits, as 64-bit division is slow.
+inline LaunchConfig one_warp_per_row_head(int64_t rows, int64_t heads, void* stream) {
+    const int64_t num_warps = rows * heads;
+    SPLITKV_CHECK(num_warps < INT32_MAX, "rows * heads is ", num_warps,
+                  ", needs less than 2^31 - 1");
+    LaunchConfig config{};
+    config.grid = dim3(static_cast<unsigned>((num_warps + kWarpsPerCta - 1) / kWarpsPerCta));
+    config.block = dim3(kWarpThreads * kWarpsPerCta);
+    config.cluster = no_cluster();
+    config.stream = static_cast<cudaStream_t>(stream);
+    return config;
+}
+
+// Whether every row of the tensor can be read kWideVector elements at a time.
+inline bool is_wide(const Rows& tensor) {
+    const int64_t bytes = tensor.dtype == DType::kFloat32 ? 4 : 2;
+    return tensor.dim % kWideVector == 0 && tensor.row_stride % kWideVector == 0 &&
+           tensor.head_stride % kWideVector == 0 &&
+           reinterpret_cast<int64_t>(tensor.data) % (kWideVector * bytes) == 0;
+}
+
+}  // namespace splitkv::cuda
