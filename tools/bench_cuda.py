@@ -32,6 +32,8 @@ MAX_TFLOPS = 880.0
 # Two 16-bit results differ by both roundings and both roundings of the probabilities.
 GATE_REL_L2 = 6e-3
 NUM_SAMPLED_ROWS = 8
+WARM_UP_ROUNDS = 2
+PAUSE_CYCLES = 8_000_000  # 4 ms, longer than it takes to queue a round
 CONTESTANTS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 # Lengths of documents as packed training sees them: few long ones, many short ones.
 PILE_LENS = (
@@ -164,18 +166,25 @@ class Problem:
 
 
 def time_in_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round, after two rounds of warm-up."""
+    """Milliseconds of each call in each round, after two rounds of warm-up.
+
+    Every round queues its calls behind a pause of the GPU, so that none waits for the host, and
+    starts with another contestant, so that none is always first.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 2):
+    names = list(calls)
+    for turn in range(rounds + WARM_UP_ROUNDS):
         spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        for name, call in calls.items():
+        torch.cuda._sleep(PAUSE_CYCLES)  # pyright: ignore[reportPrivateUsage]
+        for index in range(len(names)):
+            name = names[(turn + index) % len(names)]
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            call()
+            calls[name]()
             end.record()
             spans.append((name, start, end))
         torch.cuda.synchronize()
-        if turn >= 2:
+        if turn >= WARM_UP_ROUNDS:
             for name, start, end in spans:
                 times[name].append(start.elapsed_time(end))
     return times

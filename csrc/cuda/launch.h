@@ -52,6 +52,9 @@ struct LaunchConfig {
     dim3 cluster;        // {1, 1, 1} for none
     int64_t smem_bytes;  // dynamic shared memory
     cudaStream_t stream;
+    // Start while the kernel before is still ending; it must call cudaGridDependencySynchronize()
+    // before it reads what that kernel wrote.
+    bool overlaps_previous;
 };
 
 inline dim3 no_cluster() { return dim3(1, 1, 1); }
@@ -65,20 +68,28 @@ void launch(void (*kernel)(Params), const LaunchConfig& config, const Params& pa
                                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                 static_cast<int>(config.smem_bytes)));
     }
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = config.cluster.x;
-    attribute.val.clusterDim.y = config.cluster.y;
-    attribute.val.clusterDim.z = config.cluster.z;
-    const bool has_cluster = config.cluster.x * config.cluster.y * config.cluster.z > 1;
+    cudaLaunchAttribute attributes[2] = {};
+    unsigned num_attributes = 0;
+    if (config.cluster.x * config.cluster.y * config.cluster.z > 1) {
+        cudaLaunchAttribute& cluster = attributes[num_attributes++];
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim.x = config.cluster.x;
+        cluster.val.clusterDim.y = config.cluster.y;
+        cluster.val.clusterDim.z = config.cluster.z;
+    }
+    if (config.overlaps_previous) {
+        cudaLaunchAttribute& overlap = attributes[num_attributes++];
+        overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        overlap.val.programmaticStreamSerializationAllowed = 1;
+    }
 
     cudaLaunchConfig_t launch_config{};
     launch_config.gridDim = config.grid;
     launch_config.blockDim = config.block;
     launch_config.dynamicSmemBytes = static_cast<size_t>(config.smem_bytes);
     launch_config.stream = config.stream;
-    launch_config.attrs = &attribute;
-    launch_config.numAttrs = has_cluster ? 1 : 0;
+    launch_config.attrs = attributes;
+    launch_config.numAttrs = num_attributes;
     SPLITKV_CUDA_CHECK(cudaLaunchKernelEx(&launch_config, kernel, params));
 }
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <type_traits>
 
 #include "attention/checks.h"
@@ -9,15 +10,29 @@
 namespace splitkv::cuda {
 namespace {
 
+inline constexpr int kChunk = kWarpThreads;  // partials whose weights are in shared memory at once
+inline constexpr int kMaxHeadsInCta = 32;
+
 template <typename PartElement, typename OutElement, typename SlotsOf, int kColumns>
 struct MergeTraits {
     using Part = PartElement;
     using Out = OutElement;
     using Slots = SlotsOf;
-    static constexpr int kVector = kColumns;
+    static constexpr int kVector = kColumns;  // columns of a thread
+    // Narrow loads need more threads: the threads of a CTA must cover any row of up to 512 columns.
+    static constexpr int kThreads = kColumns == 1 ? 512 : 256;
     // A running result takes part as the first partial and is updated in place.
     static constexpr bool kHasRunning = std::is_same_v<Slots, CsrSlots>;
-    static constexpr int kInFlight = 4;  // loads of a lane before the first use
+    static constexpr int kInFlight = 4;  // loads of a thread before the first use
+    static_assert(kThreads * kColumns >= kMaxHeadDim, "one head at least in one go");
+};
+
+struct MergeSmem {
+    float weight[kChunk][kMaxHeadsInCta];
+    float running_weight[kMaxHeadsInCta];
+    float max[kMaxHeadsInCta];
+    float inverse_sum[kMaxHeadsInCta];
+    int32_t slot[kChunk];
 };
 
 // The partials of one row: where they are, and how many.
@@ -67,92 +82,128 @@ __device__ __forceinline__ Total total_of(const Rows& part_lse, const SlotList& 
     return {max, warp_sum(sum)};
 }
 
-// acc += weight * part for the partials [first, first + count), whose weights the lanes hold.
+// Weights of partials [first, first + count) for head h of the group.
+__device__ __forceinline__ void write_weights(const Rows& part_lse, const SlotList& list,
+                                              int64_t head, int h, int first, int count,
+                                              MergeSmem* smem) {
+    if (lane() >= count) return;
+    const float part = *row_of<float>(part_lse, list.slot(first + lane()), head);
+    smem->weight[lane()][h] = weight_of(part, smem->max[h], smem->inverse_sum[h]);
+}
+
+// acc += weight * part for the partials whose weights are in shared memory.
 template <typename Traits>
-__device__ __forceinline__ void add_parts(const Rows& part_out, const SlotList& list, int64_t head,
-                                          int first, int count, float my_weight, int column,
-                                          bool is_inside, Values<Traits::kVector>* acc) {
+__device__ __forceinline__ void add_parts(const Rows& part_out, const MergeSmem& smem, int64_t head,
+                                          int h, int column, int count,
+                                          Values<Traits::kVector>* acc) {
+    using Part = typename Traits::Part;
     for (int i = 0; i < count; i += Traits::kInFlight) {
-        Values<Traits::kVector> part[Traits::kInFlight];
+        Packed<Part, Traits::kVector> part[Traits::kInFlight];
         float weight[Traits::kInFlight];
 #pragma unroll
         for (int j = 0; j < Traits::kInFlight; ++j) {
-            const bool is_part = i + j < count;
-            weight[j] = __shfl_sync(kAllLanes, my_weight, is_part ? i + j : 0);
-            if (!is_part) weight[j] = 0.0f;
+            weight[j] = i + j < count ? smem.weight[i + j][h] : 0.0f;
             // A weight of 0 also stands for an empty partial, whose values may be NaN: not read.
-            if (is_inside && weight[j] != 0.0f) {
-                const auto* row =
-                    row_of<typename Traits::Part>(part_out, list.slot(first + i + j), head);
-                part[j] = load_values<typename Traits::Part, Traits::kVector>(row + column);
-            }
+            if (weight[j] == 0.0f) continue;
+            const Part* row = row_of<Part>(part_out, smem.slot[i + j], head);
+            part[j] = load_packed<Part, Traits::kVector>(row + column);
         }
 #pragma unroll
         for (int j = 0; j < Traits::kInFlight; ++j) {
-            if (is_inside && weight[j] != 0.0f) {
+            if (weight[j] == 0.0f) continue;
+            const Values<Traits::kVector> values = unpack<Part, Traits::kVector>(part[j]);
 #pragma unroll
-                for (int c = 0; c < Traits::kVector; ++c) {
-                    acc->x[c] = fmaf(weight[j], part[j].x[c], acc->x[c]);
-                }
+            for (int c = 0; c < Traits::kVector; ++c) {
+                acc->x[c] = fmaf(weight[j], values.x[c], acc->x[c]);
             }
         }
     }
 }
 
 template <typename Traits>
-__global__ void __launch_bounds__(kWarpThreads* kWarpsPerCta)
+__global__ void __launch_bounds__(Traits::kThreads)
     merge_kernel(const __grid_constant__ MergeKernelParams<typename Traits::Slots> params) {
     constexpr int kVector = Traits::kVector;
-    const uint32_t index = global_warp();
-    const auto heads = static_cast<uint32_t>(params.out.heads);
-    if (index >= params.num_rows * heads) return;
-    const int64_t head = index % heads;
-    const SlotList list = list_of(params.slots, index / heads);
-    auto* lse = mutable_row_of<float>(params.lse, list.row, head);
-    auto* out = mutable_row_of<typename Traits::Out>(params.out, list.row, head);
-    const float running = Traits::kHasRunning ? *lse : -INFINITY;
-    const Total total = total_of(params.part_lse, list, head, running);
-    const bool is_empty = total.max == -INFINITY;
-    const float inverse_sum = is_empty ? 0.0f : 1.0f / total.sum;
-    __syncwarp();
-    if (lane() == 0) *lse = is_empty ? -INFINITY : total.max + logf(total.sum);
+    constexpr int kWarps = Traits::kThreads / kWarpThreads;
+    __shared__ MergeSmem smem;
+    // The forward that wrote the partials may still be ending.
+    if constexpr (!Traits::kHasRunning) cudaGridDependencySynchronize();
+    const uint32_t index = blockIdx.x / params.num_groups;
+    const int first_head =
+        static_cast<int>(blockIdx.x - index * params.num_groups) * params.heads_in_cta;
+    const int num_heads = min(params.heads_in_cta, static_cast<int>(params.out.heads) - first_head);
+    const SlotList list = list_of(params.slots, index);
+    const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
 
-    const int num_columns = static_cast<int>(params.out.dim);
-    for (int base = 0; base < num_columns; base += kWarpThreads * kVector) {
-        const int column = base + lane() * kVector;
-        const bool is_inside = column < num_columns;
-        Values<kVector> acc{};
-        const float running_weight = weight_of(running, total.max, inverse_sum);
-        if (Traits::kHasRunning && is_inside && running_weight != 0.0f) {
+    for (int h = warp; h < num_heads; h += kWarps) {
+        auto* lse = mutable_row_of<float>(params.lse, list.row, first_head + h);
+        const float running = Traits::kHasRunning ? *lse : -INFINITY;
+        const Total total = total_of(params.part_lse, list, first_head + h, running);
+        const bool is_empty = total.max == -INFINITY;
+        const float inverse_sum = is_empty ? 0.0f : 1.0f / total.sum;
+        if (lane() == 0) {
+            smem.max[h] = total.max;
+            smem.inverse_sum[h] = inverse_sum;
+            smem.running_weight[h] = weight_of(running, total.max, inverse_sum);
+            *lse = is_empty ? -INFINITY : total.max + logf(total.sum);
+        }
+        __syncwarp();
+    }
+
+    const int dim = static_cast<int>(params.out.dim);
+    const int element = static_cast<int>(threadIdx.x) * kVector;
+    const int my_head = element / dim;
+    const int column = element - my_head * dim;
+    const bool is_inside = my_head < num_heads;
+    auto* out = mutable_row_of<typename Traits::Out>(params.out, list.row, first_head + my_head);
+    Values<kVector> acc{};
+    for (int first = 0; first == 0 || first < list.count; first += kChunk) {
+        const int count = min(kChunk, list.count - first);
+        if (first > 0) __syncthreads();
+        if (warp == 0 && lane() < count) {
+            smem.slot[lane()] = static_cast<int32_t>(list.slot(first + lane()));
+        }
+        for (int h = warp; h < num_heads; h += kWarps) {
+            write_weights(params.part_lse, list, first_head + h, h, first, count, &smem);
+        }
+        __syncthreads();
+        if (!is_inside) continue;
+        if (Traits::kHasRunning && first == 0 && smem.running_weight[my_head] != 0.0f) {
             acc = load_values<typename Traits::Out, kVector>(out + column);
 #pragma unroll
-            for (int c = 0; c < kVector; ++c) acc.x[c] *= running_weight;
+            for (int c = 0; c < kVector; ++c) acc.x[c] *= smem.running_weight[my_head];
         }
-        for (int first = 0; first < list.count; first += kWarpThreads) {
-            const int count = min(kWarpThreads, list.count - first);
-            float my_weight = 0.0f;
-            if (lane() < count) {
-                const float part = *row_of<float>(params.part_lse, list.slot(first + lane()), head);
-                my_weight = weight_of(part, total.max, inverse_sum);
-            }
-            add_parts<Traits>(params.part_out, list, head, first, count, my_weight, column,
-                              is_inside, &acc);
-        }
-        if (is_inside) store_values<typename Traits::Out, kVector>(acc, out + column);
+        add_parts<Traits>(params.part_out, smem, first_head + my_head, my_head, column, count,
+                          &acc);
     }
+    if (is_inside) store_values<typename Traits::Out, kVector>(acc, out + column);
 }
 
 template <typename Traits>
-void launch_merge(const MergeKernelParams<typename Traits::Slots>& params, void* stream) {
-    if (params.num_rows * params.out.heads == 0) return;
-    const LaunchConfig config = one_warp_per_row_head(params.num_rows, params.out.heads, stream);
+void launch_merge(MergeKernelParams<typename Traits::Slots> params, void* stream) {
+    const int64_t num_heads = params.out.heads;
+    if (params.num_rows * num_heads == 0) return;
+    const int64_t heads_in_cta = std::min<int64_t>(
+        {num_heads, kMaxHeadsInCta, Traits::kThreads * Traits::kVector / params.out.dim});
+    params.heads_in_cta = static_cast<int32_t>(heads_in_cta);
+    params.num_groups = static_cast<int32_t>((num_heads + heads_in_cta - 1) / heads_in_cta);
+    const int64_t num_ctas = params.num_rows * params.num_groups;
+    SPLITKV_CHECK(num_ctas < INT32_MAX,
+                  "rows * heads is too large for one merge: ", params.num_rows, " * ", num_heads);
+    LaunchConfig config{};
+    config.grid = dim3(static_cast<unsigned>(num_ctas));
+    config.block = dim3(Traits::kThreads);
+    config.cluster = no_cluster();
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.overlaps_previous = !Traits::kHasRunning;
     launch(merge_kernel<Traits>, config, params);
 }
 
 template <typename Part>
 void merge_csr(const MergeKernelParams<CsrSlots>& params, void* stream) {
-    if (is_wide(params.out) && is_wide(params.part_out)) {
-        launch_merge<MergeTraits<Part, float, CsrSlots, kWideVector>>(params, stream);
+    constexpr int kVector = kVectorBytes / sizeof(Part);
+    if (is_wide(params.out, kVector) && is_wide(params.part_out, kVector)) {
+        launch_merge<MergeTraits<Part, float, CsrSlots, kVector>>(params, stream);
     } else {
         launch_merge<MergeTraits<Part, float, CsrSlots, 1>>(params, stream);
     }
@@ -160,7 +211,8 @@ void merge_csr(const MergeKernelParams<CsrSlots>& params, void* stream) {
 
 template <typename Out>
 void merge_strided(const MergeKernelParams<StridedSlots>& params, void* stream) {
-    launch_merge<MergeTraits<float, Out, StridedSlots, kWideVector>>(params, stream);
+    constexpr int kVector = kVectorBytes / sizeof(float);
+    launch_merge<MergeTraits<float, Out, StridedSlots, kVector>>(params, stream);
 }
 
 }  // namespace

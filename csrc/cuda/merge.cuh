@@ -28,7 +28,9 @@ struct MergeKernelParams {
     Rows part_out;  // [R, H, Dv]
     Rows part_lse;  // [R, H, 1], fp32
     Slots slots;
-    int64_t num_rows;  // rows to merge
+    int64_t num_rows;      // rows to merge
+    int32_t heads_in_cta;  // heads of a group
+    int32_t num_groups;
 };
 
 // Joins the split rows of a forward: overwrites out and lse of the rows named by `rows`.

@@ -1,4 +1,4 @@
-// row_dot: delta of the backward, one pass over memory.
+// row_dot: delta of the backward, one pass over memory. One warp for each (row, head).
 #include "attention/checks.h"
 #include "cuda/backend.h"
 #include "cuda/launch.h"
@@ -59,7 +59,8 @@ void row_dot(const Rows& a, const Rows& b, const Rows& sums, const Launch& where
     params.a = a;
     params.b = b;
     params.sums = sums;
-    const bool wide = is_wide(a) && is_wide(b);
+    constexpr int kWideVector = 4;  // 16 bytes of fp32, 8 of a 16-bit format
+    const bool wide = is_wide(a, kWideVector) && is_wide(b, kWideVector);
     launch(wide ? row_dot_kernel<kWideVector> : row_dot_kernel<1>,
            one_warp_per_row_head(a.rows, a.heads, where.stream), params);
 }

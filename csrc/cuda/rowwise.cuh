@@ -1,11 +1,11 @@
-// What the one-pass kernels (merge, row_dot) share: one warp for each (row, head), each
-// lane a run of kVector columns at a time.
+// What the one-pass kernels (merge, row_dot) share.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/params.h"
 #include "cuda/launch.h"
@@ -15,8 +15,7 @@ namespace splitkv::cuda {
 inline constexpr int kWarpThreads = 32;
 inline constexpr int kWarpsPerCta = 8;  // 256 threads: 8 CTAs fill an SM at 32 registers
 inline constexpr unsigned kAllLanes = 0xffffffffu;
-// 16 bytes of fp32 in one load; 8 of a 16-bit format.
-inline constexpr int kWideVector = 4;
+inline constexpr int kVectorBytes = 16;  // the widest load of a thread
 
 template <int kVector>
 struct Values {
@@ -66,12 +65,31 @@ struct alignas(sizeof(Element) * kVector) Packed {
 };
 
 template <typename Element, int kVector>
-__device__ __forceinline__ Values<kVector> load_values(const Element* source) {
-    const auto packed = *reinterpret_cast<const Packed<Element, kVector>*>(source);
+__device__ __forceinline__ Packed<Element, kVector> load_packed(const Element* source) {
+    return *reinterpret_cast<const Packed<Element, kVector>*>(source);
+}
+
+template <typename Element, int kVector>
+__device__ __forceinline__ Values<kVector> unpack(const Packed<Element, kVector>& packed) {
     Values<kVector> values;
+    if constexpr (std::is_same_v<Element, __nv_bfloat16> && kVector % 2 == 0) {
+        // bf16 is the upper half of fp32: whole words, or ptxas takes the values apart one by one.
+        const auto* words = reinterpret_cast<const uint32_t*>(&packed);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) values.x[i] = to_float(packed.x[i]);
+        for (int i = 0; i < kVector / 2; ++i) {
+            values.x[2 * i] = __uint_as_float(words[i] << 16);
+            values.x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values.x[i] = to_float(packed.x[i]);
+    }
     return values;
+}
+
+template <typename Element, int kVector>
+__device__ __forceinline__ Values<kVector> load_values(const Element* source) {
+    return unpack<Element, kVector>(load_packed<Element, kVector>(source));
 }
 
 template <typename Element, int kVector>
@@ -109,12 +127,12 @@ inline LaunchConfig one_warp_per_row_head(int64_t rows, int64_t heads, void* str
     return config;
 }
 
-// Whether every row of the tensor can be read kWideVector elements at a time.
-inline bool is_wide(const Rows& tensor) {
+// Whether every row of the tensor can be read `vector` elements at a time.
+inline bool is_wide(const Rows& tensor, int vector) {
     const int64_t bytes = tensor.dtype == DType::kFloat32 ? 4 : 2;
-    return tensor.dim % kWideVector == 0 && tensor.row_stride % kWideVector == 0 &&
-           tensor.head_stride % kWideVector == 0 &&
-           reinterpret_cast<int64_t>(tensor.data) % (kWideVector * bytes) == 0;
+    return tensor.dim % vector == 0 && tensor.row_stride % vector == 0 &&
+           tensor.head_stride % vector == 0 &&
+           reinterpret_cast<int64_t>(tensor.data) % (vector * bytes) == 0;
 }
 
 }  // namespace splitkv::cuda

@@ -138,6 +138,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
+    // The whole grid is resident: a merge that follows may take each SM as it becomes free.
+    cudaTriggerProgrammaticLaunchCompletion();
     if (warpgroup == 0) {
         if constexpr (Traits::kConsumers > 1) {
             ptx::setmaxnreg_dec<Traits::kProducerRegisters>();
