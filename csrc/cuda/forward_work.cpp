@@ -71,7 +71,7 @@ void classify(const RowTile& tile, int32_t key_tile, ForwardItem* item) {
 }
 
 bool is_mostly_interior(const Cut& cut) {
-    constexpr int64_t kTilesPerEdge = 64;  // at 1 edge in 64 tiles both kinds run equally fast
+    constexpr int64_t kTilesPerEdge = 64;  // at 1 edge in 65 (16K causal) kInterior wins by 1 %
     int64_t num_tiles = 0;
     int64_t num_full = 0;
     for (const RowTile& tile : cut.tiles) {

@@ -10,29 +10,20 @@
 namespace splitkv::cuda {
 namespace {
 
-inline constexpr int kChunk = kWarpThreads;  // partials whose weights are in shared memory at once
-inline constexpr int kMaxHeadsInCta = 32;
-
 template <typename PartElement, typename OutElement, typename SlotsOf, int kColumns>
 struct MergeTraits {
     using Part = PartElement;
     using Out = OutElement;
     using Slots = SlotsOf;
     static constexpr int kVector = kColumns;  // columns of a thread
-    // Narrow loads need more threads: the threads of a CTA must cover any row of up to 512 columns.
-    static constexpr int kThreads = kColumns == 1 ? 512 : 256;
     // A running result takes part as the first partial and is updated in place.
     static constexpr bool kHasRunning = std::is_same_v<Slots, CsrSlots>;
-    static constexpr int kInFlight = 4;  // loads of a thread before the first use
-    static_assert(kThreads * kColumns >= kMaxHeadDim, "one head at least in one go");
-};
-
-struct MergeSmem {
-    float weight[kChunk][kMaxHeadsInCta];
-    float running_weight[kMaxHeadsInCta];
-    float max[kMaxHeadsInCta];
-    float inverse_sum[kMaxHeadsInCta];
-    int32_t slot[kChunk];
+    static constexpr int kInFlight = 8;  // partials that a thread loads before it uses the first
+    // A CTA holds whole heads, as many as fit the usual number of threads: few, so that a merge of
+    // few rows still uses many SMs. A head of 512 columns loaded one by one needs the most.
+    static constexpr int kUsualThreads = 128;
+    static constexpr int kMaxThreads = kVector == 1 ? 512 : 128;
+    static_assert(kMaxThreads * kVector >= kMaxHeadDim, "one head fits a CTA");
 };
 
 // The partials of one row: where they are, and how many.
@@ -58,141 +49,115 @@ __device__ __forceinline__ SlotList list_of(const StridedSlots& slots, int64_t i
     return {nullptr, row.y, row.w, row.z, row.x};
 }
 
-__device__ __forceinline__ float weight_of(float lse, float max, float inverse_sum) {
-    return lse == -INFINITY ? 0.0f : expf(lse - max) * inverse_sum;
-}
-
-// Maximum and sum of exp(lse - max) over the partials and the running result.
-struct Total {
+// Weighted sum of the partials so far, relative to the largest lse so far.
+template <int kVector>
+struct Merged {
     float max;
     float sum;
+    Values<kVector> out;
+
+    __device__ __forceinline__ Merged() : max(-INFINITY), sum(0.0f) {
+        // -0, not 0: x + -0 is x for every x, so that a lone partial is kept bitwise.
+#pragma unroll
+        for (int c = 0; c < kVector; ++c) out.x[c] = -0.0f;
+    }
+
+    // Moves the reference up to new_max.
+    __device__ __forceinline__ void rescale(float new_max) {
+        if (new_max == -INFINITY) return;
+        const float factor = expf(max - new_max);
+        max = new_max;
+        sum *= factor;
+#pragma unroll
+        for (int c = 0; c < kVector; ++c) out.x[c] *= factor;
+    }
+
+    // An empty partial counts for nothing, whatever its values are.
+    __device__ __forceinline__ void add(float lse, const Values<kVector>& part) {
+        if (lse == -INFINITY) return;
+        const float weight = expf(lse - max);
+        sum += weight;
+#pragma unroll
+        for (int c = 0; c < kVector; ++c) out.x[c] = fmaf(weight, part.x[c], out.x[c]);
+    }
 };
 
-__device__ __forceinline__ Total total_of(const Rows& part_lse, const SlotList& list, int64_t head,
-                                          float running) {
-    float max = running;
-    for (int i = lane(); i < list.count; i += kWarpThreads) {
-        max = fmaxf(max, *row_of<float>(part_lse, list.slot(i), head));
-    }
-    max = warp_max(max);
-    float sum = lane() == 0 ? weight_of(running, max, 1.0f) : 0.0f;
-    for (int i = lane(); i < list.count; i += kWarpThreads) {
-        sum += weight_of(*row_of<float>(part_lse, list.slot(i), head), max, 1.0f);
-    }
-    return {max, warp_sum(sum)};
-}
-
-// Weights of partials [first, first + count) for head h of the group.
-__device__ __forceinline__ void write_weights(const Rows& part_lse, const SlotList& list,
-                                              int64_t head, int h, int first, int count,
-                                              MergeSmem* smem) {
-    if (lane() >= count) return;
-    const float part = *row_of<float>(part_lse, list.slot(first + lane()), head);
-    smem->weight[lane()][h] = weight_of(part, smem->max[h], smem->inverse_sum[h]);
-}
-
-// acc += weight * part for the partials whose weights are in shared memory.
+// Adds partials [first, first + kInFlight) of the list, as far as there are.
 template <typename Traits>
-__device__ __forceinline__ void add_parts(const Rows& part_out, const MergeSmem& smem, int64_t head,
-                                          int h, int column, int count,
-                                          Values<Traits::kVector>* acc) {
+__device__ __forceinline__ void add_parts(const Rows& part_out, const Rows& part_lse,
+                                          const SlotList& list, int first, int64_t head, int column,
+                                          Merged<Traits::kVector>* merged) {
     using Part = typename Traits::Part;
-    for (int i = 0; i < count; i += Traits::kInFlight) {
-        Packed<Part, Traits::kVector> part[Traits::kInFlight];
-        float weight[Traits::kInFlight];
+    Packed<Part, Traits::kVector> part[Traits::kInFlight];
+    float lse[Traits::kInFlight];
+    float max = merged->max;
 #pragma unroll
-        for (int j = 0; j < Traits::kInFlight; ++j) {
-            weight[j] = i + j < count ? smem.weight[i + j][h] : 0.0f;
-            // A weight of 0 also stands for an empty partial, whose values may be NaN: not read.
-            if (weight[j] == 0.0f) continue;
-            const Part* row = row_of<Part>(part_out, smem.slot[i + j], head);
-            part[j] = load_packed<Part, Traits::kVector>(row + column);
-        }
+    for (int j = 0; j < Traits::kInFlight; ++j) {
+        lse[j] = -INFINITY;
+        if (first + j >= list.count) continue;
+        const int64_t slot = list.slot(first + j);
+        lse[j] = *row_of<float>(part_lse, slot, head);
+        part[j] = load_packed<Part, Traits::kVector>(row_of<Part>(part_out, slot, head) + column);
+    }
 #pragma unroll
-        for (int j = 0; j < Traits::kInFlight; ++j) {
-            if (weight[j] == 0.0f) continue;
-            const Values<Traits::kVector> values = unpack<Part, Traits::kVector>(part[j]);
+    for (int j = 0; j < Traits::kInFlight; ++j) max = fmaxf(max, lse[j]);
+    merged->rescale(max);
 #pragma unroll
-            for (int c = 0; c < Traits::kVector; ++c) {
-                acc->x[c] = fmaf(weight[j], values.x[c], acc->x[c]);
-            }
-        }
+    for (int j = 0; j < Traits::kInFlight; ++j) {
+        merged->add(lse[j], unpack<Part, Traits::kVector>(part[j]));
     }
 }
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads)
+__global__ void __launch_bounds__(Traits::kMaxThreads)
     merge_kernel(const __grid_constant__ MergeKernelParams<typename Traits::Slots> params) {
     constexpr int kVector = Traits::kVector;
-    constexpr int kWarps = Traits::kThreads / kWarpThreads;
-    __shared__ MergeSmem smem;
-    // The forward that wrote the partials may still be ending.
+    const uint32_t threads_per_head = static_cast<uint32_t>(params.out.dim) / kVector;
+    const uint32_t head_in_cta = threadIdx.x / threads_per_head;
+    const int column = static_cast<int>(threadIdx.x - head_in_cta * threads_per_head) * kVector;
+    const uint32_t index = blockIdx.x * (blockDim.x / threads_per_head) + head_in_cta;
+    const uint32_t num_heads = static_cast<uint32_t>(params.out.heads);
+    const uint32_t row_index = index / num_heads;
+    const uint32_t head = index - row_index * num_heads;
+    const bool is_inside = row_index < params.num_rows;
+
+    const SlotList list = list_of(params.slots, is_inside ? row_index : 0);
+    // The forward that wrote the partials may still be ending; the list above is older than it.
     if constexpr (!Traits::kHasRunning) cudaGridDependencySynchronize();
-    const uint32_t index = blockIdx.x / params.num_groups;
-    const int first_head =
-        static_cast<int>(blockIdx.x - index * params.num_groups) * params.heads_in_cta;
-    const int num_heads = min(params.heads_in_cta, static_cast<int>(params.out.heads) - first_head);
-    const SlotList list = list_of(params.slots, index);
-    const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
-
-    for (int h = warp; h < num_heads; h += kWarps) {
-        auto* lse = mutable_row_of<float>(params.lse, list.row, first_head + h);
-        const float running = Traits::kHasRunning ? *lse : -INFINITY;
-        const Total total = total_of(params.part_lse, list, first_head + h, running);
-        const bool is_empty = total.max == -INFINITY;
-        const float inverse_sum = is_empty ? 0.0f : 1.0f / total.sum;
-        if (lane() == 0) {
-            smem.max[h] = total.max;
-            smem.inverse_sum[h] = inverse_sum;
-            smem.running_weight[h] = weight_of(running, total.max, inverse_sum);
-            *lse = is_empty ? -INFINITY : total.max + logf(total.sum);
-        }
-        __syncwarp();
+    float* lse = mutable_row_of<float>(params.lse, list.row, head);
+    auto* out = mutable_row_of<typename Traits::Out>(params.out, list.row, head) + column;
+    const float running = Traits::kHasRunning ? *lse : -INFINITY;
+    // lse is written below, by one thread of the head, when all have read it.
+    if constexpr (Traits::kHasRunning) __syncthreads();
+    if (!is_inside) return;
+    Merged<kVector> merged;
+    if constexpr (Traits::kHasRunning) {
+        merged.rescale(running);
+        merged.add(running, load_values<typename Traits::Out, kVector>(out));
     }
-
-    const int dim = static_cast<int>(params.out.dim);
-    const int element = static_cast<int>(threadIdx.x) * kVector;
-    const int my_head = element / dim;
-    const int column = element - my_head * dim;
-    const bool is_inside = my_head < num_heads;
-    auto* out = mutable_row_of<typename Traits::Out>(params.out, list.row, first_head + my_head);
-    Values<kVector> acc{};
-    for (int first = 0; first == 0 || first < list.count; first += kChunk) {
-        const int count = min(kChunk, list.count - first);
-        if (first > 0) __syncthreads();
-        if (warp == 0 && lane() < count) {
-            smem.slot[lane()] = static_cast<int32_t>(list.slot(first + lane()));
-        }
-        for (int h = warp; h < num_heads; h += kWarps) {
-            write_weights(params.part_lse, list, first_head + h, h, first, count, &smem);
-        }
-        __syncthreads();
-        if (!is_inside) continue;
-        if (Traits::kHasRunning && first == 0 && smem.running_weight[my_head] != 0.0f) {
-            acc = load_values<typename Traits::Out, kVector>(out + column);
+    for (int first = 0; first < list.count; first += Traits::kInFlight) {
+        add_parts<Traits>(params.part_out, params.part_lse, list, first, head, column, &merged);
+    }
+    const bool is_empty = merged.max == -INFINITY;
 #pragma unroll
-            for (int c = 0; c < kVector; ++c) acc.x[c] *= smem.running_weight[my_head];
-        }
-        add_parts<Traits>(params.part_out, smem, first_head + my_head, my_head, column, count,
-                          &acc);
+    for (int c = 0; c < kVector; ++c) {
+        merged.out.x[c] = is_empty ? 0.0f : merged.out.x[c] / merged.sum;
     }
-    if (is_inside) store_values<typename Traits::Out, kVector>(acc, out + column);
+    store_values<typename Traits::Out, kVector>(merged.out, out);
+    if (column == 0) *lse = is_empty ? -INFINITY : merged.max + logf(merged.sum);
 }
 
 template <typename Traits>
-void launch_merge(MergeKernelParams<typename Traits::Slots> params, void* stream) {
-    const int64_t num_heads = params.out.heads;
-    if (params.num_rows * num_heads == 0) return;
-    const int64_t heads_in_cta = std::min<int64_t>(
-        {num_heads, kMaxHeadsInCta, Traits::kThreads * Traits::kVector / params.out.dim});
-    params.heads_in_cta = static_cast<int32_t>(heads_in_cta);
-    params.num_groups = static_cast<int32_t>((num_heads + heads_in_cta - 1) / heads_in_cta);
-    const int64_t num_ctas = params.num_rows * params.num_groups;
-    SPLITKV_CHECK(num_ctas < INT32_MAX,
-                  "rows * heads is too large for one merge: ", params.num_rows, " * ", num_heads);
+void launch_merge(const MergeKernelParams<typename Traits::Slots>& params, void* stream) {
+    const int64_t num_heads = params.num_rows * params.out.heads;
+    if (num_heads == 0) return;
+    SPLITKV_CHECK(num_heads < INT32_MAX, "one merge takes less than 2^31 (row, head) pairs, got ",
+                  params.num_rows, " rows of ", params.out.heads, " heads");
+    const int64_t threads_per_head = params.out.dim / Traits::kVector;
+    const int64_t heads_in_cta = std::max<int64_t>(1, Traits::kUsualThreads / threads_per_head);
     LaunchConfig config{};
-    config.grid = dim3(static_cast<unsigned>(num_ctas));
-    config.block = dim3(Traits::kThreads);
+    config.grid = dim3(static_cast<unsigned>((num_heads + heads_in_cta - 1) / heads_in_cta));
+    config.block = dim3(static_cast<unsigned>(heads_in_cta * threads_per_head));
     config.cluster = no_cluster();
     config.stream = static_cast<cudaStream_t>(stream);
     config.overlaps_previous = !Traits::kHasRunning;

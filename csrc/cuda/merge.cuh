@@ -1,9 +1,10 @@
 // Joining partials by their log-sum-exp: the kernel behind merge_partials_ and behind a forward
 // whose keys were split over CTAs.
 //
-// One warp per (row, head). Pass 1: lanes read the partials' lse, one each, and agree on maximum
-// and sum. Pass 2: each lane owns 4 columns and adds up weight * out in the order of the partials,
-// a few loads in flight at once. Every partial is read once, the result is written once.
+// Each thread owns 16 bytes of a row's head and walks over its partials in their order, 8 in flight
+// at once, keeping the weighted sum relative to the largest lse so far. Threads of a head repeat
+// the few scalar steps instead of sharing them: nothing waits for anything but memory. Every
+// partial is read once, the result is written once.
 #pragma once
 
 #include "attention/params.h"
@@ -28,9 +29,7 @@ struct MergeKernelParams {
     Rows part_out;  // [R, H, Dv]
     Rows part_lse;  // [R, H, 1], fp32
     Slots slots;
-    int64_t num_rows;      // rows to merge
-    int32_t heads_in_cta;  // heads of a group
-    int32_t num_groups;
+    int64_t num_rows;  // rows to merge
 };
 
 // Joins the split rows of a forward: overwrites out and lse of the rows named by `rows`.

@@ -8,7 +8,6 @@
 #include <type_traits>
 
 #include "attention/params.h"
-#include "cuda/launch.h"
 
 namespace splitkv::cuda {
 
@@ -104,27 +103,6 @@ __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int step = kWarpThreads / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
     return x;
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int step = kWarpThreads / 2; step > 0; step /= 2) {
-        x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
-    }
-    return x;
-}
-
-// One warp for each of rows * heads; they are counted in 32 bits, as 64-bit division is slow.
-inline LaunchConfig one_warp_per_row_head(int64_t rows, int64_t heads, void* stream) {
-    const int64_t num_warps = rows * heads;
-    SPLITKV_CHECK(num_warps < INT32_MAX, "rows * heads is ", num_warps,
-                  ", needs less than 2^31 - 1");
-    LaunchConfig config{};
-    config.grid = dim3(static_cast<unsigned>((num_warps + kWarpsPerCta - 1) / kWarpsPerCta));
-    config.block = dim3(kWarpThreads * kWarpsPerCta);
-    config.cluster = no_cluster();
-    config.stream = static_cast<cudaStream_t>(stream);
-    return config;
 }
 
 // Whether every row of the tensor can be read `vector` elements at a time.

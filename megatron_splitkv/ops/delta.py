@@ -21,7 +21,8 @@ def attention_delta(dout: Tensor, out: Tensor) -> Tensor:
     Returns:
         delta `[T, H]`, fp32.
     Raises:
-        ValueError: shapes, dtypes, devices or strides disagree.
+        ValueError: shapes, dtypes, devices or strides disagree, or on CUDA one is bf16 and the
+            other fp16.
         UnsupportedError: there is no kernel for the device of dout.
     """
     check_tensor("dout", dout, shape=(-1, -1, -1), dtypes=INPUT_DTYPES, device=dout.device)

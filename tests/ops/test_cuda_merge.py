@@ -48,8 +48,10 @@ def test_single_partial_is_kept_bitwise() -> None:
     assert torch.equal(lse, part_lse)
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+PAIRS = [(a, b) for a in DTYPES for b in DTYPES if a == b or torch.float32 in (a, b)]
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), PAIRS)
 @pytest.mark.parametrize("dim", [1, 33, 64, 128, 192])
 def test_delta_equals_the_cpu(dim: int, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     dout = torch.randn(41, 3, dim).to(dtype)

@@ -99,9 +99,15 @@ struct ForwardProducer {
         ptx::mbarrier_arrive_expect_tx(barrier, kBytes);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
-            ptx::cp_async_bulk_tensor_3d(
-                ptx::smem_address(target) + chunk * Traits::kKeys * kRowBytes, map, barrier,
-                chunk * kChunkColumns, kv_head, key);
+            const uint32_t chunk_target =
+                ptx::smem_address(target) + chunk * Traits::kKeys * kRowBytes;
+            const int column = chunk * kChunkColumns;
+            if constexpr (Traits::kReadsKeysOnce) {
+                ptx::cp_async_bulk_tensor_3d_hint(chunk_target, map, barrier, column, kv_head, key,
+                                                  ptx::createpolicy_evict_first());
+            } else {
+                ptx::cp_async_bulk_tensor_3d(chunk_target, map, barrier, column, kv_head, key);
+            }
         }
     }
 };

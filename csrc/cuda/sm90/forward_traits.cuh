@@ -65,6 +65,8 @@ struct ForwardTraits {
     static constexpr int kQBytes = kRows * kDimQk * 2;
     static constexpr int kKBytes = kKeys * kDimQk * 2;
     static constexpr int kVBytes = kKeys * kDimV * 2;
+    // Each key is read by one CTA: it need not stay in L2, where the partials should.
+    static constexpr bool kReadsKeysOnce = kKind == TileKind::kShort;
     // Registers of a producer and a consumer thread; one consumer needs no redistribution.
     static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
     static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;

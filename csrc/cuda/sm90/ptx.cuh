@@ -71,6 +71,24 @@ SPLITKV_DEVICE void cp_async_bulk_tensor_3d(uint32_t target, const CUtensorMap* 
         : "memory");
 }
 
+// The same with a cache policy of createpolicy.
+SPLITKV_DEVICE void cp_async_bulk_tensor_3d_hint(uint32_t target, const CUtensorMap* map,
+                                                 uint32_t barrier, int column, int head, int row,
+                                                 uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
+        "l"(map), "r"(column), "r"(head), "r"(row), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// The policy of data that is read once: it gives way in L2 before anything else, 9.7.9.19.
+SPLITKV_DEVICE uint64_t createpolicy_evict_first() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 SPLITKV_DEVICE void prefetch_tensormap(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
