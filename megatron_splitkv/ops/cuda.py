@@ -3,6 +3,8 @@
 Kernels run on the current stream of the tensors' device and never wait for the host.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def _refusal(q: Tensor, v: Tensor) -> str | None:
             f"q is on {q.device}, but this build holds CPU kernels only; install megatron_splitkv "
             "again where nvcc is on the PATH"
         )
-    capability = torch.cuda.get_device_capability(q.device)
+    capability = _capability(q.device)
     if capability != _ARCHITECTURE:
         return (
             f"{q.device} has compute capability {capability[0]}.{capability[1]}, needs 9.0 (H100, "
@@ -44,6 +46,11 @@ def _refusal(q: Tensor, v: Tensor) -> str | None:
     if dims not in HEAD_DIMS:
         return f"head dims (qk, v) are {dims}, need one of {HEAD_DIMS} on CUDA; pad q, k and v"
     return None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def forward_work(q: Tensor, k: Tensor, v: Tensor, work: WorkLists | None) -> DeviceWork:
