@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_splitkv.layout import build_layout
 from megatron_splitkv.ops import WorkLists, merge_partials_, partial_attention
+from megatron_splitkv.plan import make_plan
 
 # 4096 flops per clock and SM, 132 SMs, at the clock seen under load: no faster run is believed.
 MAX_TFLOPS = 880.0
@@ -52,7 +54,7 @@ class Shape:
     heads: tuple[int, int]
     head_dim: int = 128
     head_dim_v: int = 128
-    mask: str = "full"  # or causal, packed
+    mask: str = "full"  # or causal, packed, scattered
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -73,6 +75,7 @@ SHAPES = [
     Shape(name="h256c", rows=16384, keys=16384, heads=(8, 8), head_dim=256, head_dim_v=256,
           mask="causal"),
     Shape(name="pile", rows=65536, keys=65536, heads=(32, 8), mask="packed"),
+    Shape(name="scattered", rows=32768, keys=8192, heads=(32, 8), mask="scattered"),
 ]  # fmt: skip
 
 
@@ -96,10 +99,16 @@ def make_intervals(shape: Shape) -> tuple[Tensor, Tensor]:
     if shape.mask == "causal":
         end = torch.arange(1, shape.rows + 1)
         return torch.zeros_like(end).int(), end.int()
-    lens = torch.tensor(PILE_LENS)
-    lens[0] += shape.rows - int(lens.sum())
-    ends = lens.cumsum(0)
-    return torch.repeat_interleave(ends - lens, lens).int(), torch.arange(1, shape.rows + 1).int()
+    lens = [65536 - sum(PILE_LENS[1:]), *PILE_LENS[1:]]
+    if shape.mask == "scattered":
+        # What rank 3 of 8 computes for the rows of the others, over its blocks of 512 keys.
+        plan = make_plan(lens, 8, block_size=512, tolerance=0.0)
+        gathered = build_layout(plan, 3).stages[0].intervals
+        return gathered.begin, gathered.end
+    counts = torch.tensor(lens)
+    ends = counts.cumsum(0)
+    begin = torch.repeat_interleave(ends - counts, counts)
+    return begin.int(), torch.arange(1, shape.rows + 1).int()
 
 
 class Problem:
@@ -119,9 +128,11 @@ class Problem:
         self.k = normal(shape.keys, heads_kv, shape.head_dim)
         self.v = normal(shape.keys, heads_kv, shape.head_dim_v)
         begin, end = make_intervals(shape)
+        if len(begin) != shape.rows or int(end.max()) > shape.keys:
+            raise SystemExit(f"{shape.name} has {len(begin)} rows, {int(end.max())} keys")
         self.work = WorkLists(begin, end)
         self.begin, self.end = begin.cuda(), end.cuda()
-        self.num_pairs = int((end.long() - begin.long()).sum()) * heads_q
+        self.num_pairs = int((end.long() - begin.long()).clamp(min=0).sum()) * heads_q
         self.bhsd = [x.transpose(0, 1)[None].contiguous() for x in (self.q, self.k, self.v)]
 
     @property
@@ -154,6 +165,8 @@ class Problem:
         generator = torch.Generator().manual_seed(1)
         for row in torch.randint(self.shape.rows, (NUM_SAMPLED_ROWS,), generator=generator):
             seen = slice(int(self.begin[row]), int(self.end[row]))
+            if seen.start >= seen.stop:
+                continue
             head = int(torch.randint(self.shape.heads[0], (1,), generator=generator))
             k, v = (x[seen, head // group].double() for x in (self.k, self.v))
             scores = k @ self.q[row, head].double() * self.shape.head_dim**-0.5
@@ -217,7 +230,7 @@ def bench_shape(shape: Shape, rounds: int) -> list[Line]:
         "ours": problem.ours,
         "ours 16-bit out": partial(problem.ours, shape.dtype),
     }
-    if shape.mask != "packed":
+    if shape.mask in ("full", "causal"):
         for name, backend in CONTESTANTS.items():
             call = partial(problem.torch_backend, backend)
             try:

@@ -118,12 +118,18 @@ def test_short_queries_fill_the_gpu_in_one_wave(rows: int) -> None:
 
 def test_long_queries_are_not_split() -> None:
     shape, _, merge_rows = _build(*_full(16384, 16384), 16384, (16, 16))
-    assert shape["kind"] == 1, "nearly all tiles are interior"
+    assert shape["kind"] == 1, "long key tiles"
     assert len(merge_rows) == 0
     end = torch.arange(1, 16385, dtype=torch.int32)
-    shape, _, merge_rows = _build(torch.zeros_like(end), end, 16384, (16, 16))
-    assert shape["kind"] == 0
+    _, _, merge_rows = _build(torch.zeros_like(end), end, 16384, (16, 16))
     assert len(merge_rows) == 0
+
+
+def test_short_intervals_get_short_key_tiles() -> None:
+    """512 keys are 4 tiles of 128, but 3 of 176 with 16 keys to spare: 3 % walked in vain."""
+    shape, items, _ = _build(*_full(2048, 512), 512, (32, 32))
+    assert shape["kind"] == 0
+    assert (items[:, 3] == 4).all()
 
 
 def test_rows_of_documents_far_apart_do_not_share_a_tile() -> None:

@@ -19,6 +19,9 @@ struct ForwardProducer {
     SPLITKV_DEVICE ForwardProducer(const ForwardKernelParams& p, Smem& s) : params(p), smem(s) {}
 
     SPLITKV_DEVICE void run() {
+        ptx::prefetch_tensormap(&params.k);
+        ptx::prefetch_tensormap(&params.v);
+        ptx::prefetch_tensormap(&params.q);
         const int num_work = params.num_items * params.num_tile_heads;
         int index = static_cast<int>(blockIdx.x);
         while (index < num_work) {

@@ -8,8 +8,8 @@ namespace splitkv::sm90 {
 
 // What the tiles of a call are made for.
 enum class TileKind : int32_t {
-    kEdge = 0,      // many key tiles are cut by the mask
-    kInterior = 1,  // nearly all key tiles are seen whole by all rows
+    kEdge = 0,      // short key tiles: little is walked over in vain at the ends of intervals
+    kInterior = 1,  // long key tiles: faster where intervals are much longer
     kShort = 2,     // the rows of a KV head's group fit one warpgroup; reading the keys is the cost
 };
 
