@@ -32,8 +32,11 @@ CUtensorMap make_tensor_map(const char* name, const Rows& tensor, const TensorMa
     CUtensorMap map{};
     if (tensor.rows == 0 || tensor.heads == 0) return map;
     constexpr int64_t kElementBytes = 2;
-    const int64_t head_bytes = tensor.head_stride * kElementBytes;
-    const int64_t row_bytes = tensor.row_stride * kElementBytes;
+    // Torch gives any stride to a dimension of size 1; it is never used.
+    const int64_t head_bytes =
+        tensor.heads == 1 ? kAlignmentBytes : tensor.head_stride * kElementBytes;
+    const int64_t row_bytes =
+        tensor.rows == 1 ? kAlignmentBytes : tensor.row_stride * kElementBytes;
     const int64_t address = reinterpret_cast<int64_t>(tensor.data);
     SPLITKV_CHECK(address % kAlignmentBytes == 0 && head_bytes % kAlignmentBytes == 0 &&
                       row_bytes % kAlignmentBytes == 0,

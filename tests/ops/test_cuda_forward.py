@@ -100,6 +100,23 @@ def test_strided_inputs() -> None:
         assert torch.equal(lse, strided_lse)
 
 
+def test_strides_of_single_rows_and_heads_do_not_matter() -> None:
+    shape = Shape(rows=1, keys=40, heads_q=1, dim_qk=128, dim_v=128)
+    case = make_cuda_case(shape, intervals="full", seed=4)
+    odd_q = case.q.as_strided(case.q.shape, (3, 5, 1))
+    odd_k = case.k.as_strided(case.k.shape, (128, 7, 1))
+    check_forward(dataclasses.replace(case, q=odd_q, k=odd_k))
+
+
+def test_expanded_heads() -> None:
+    """One stored KV head that stands for four: a stride of 0."""
+    shape = Shape(rows=100, keys=300, heads_q=8, heads_kv=1, dim_qk=128, dim_v=128)
+    case = make_cuda_case(shape, seed=4)
+    wide = dataclasses.replace(case, k=case.k.expand(-1, 4, -1), v=case.v.expand(-1, 4, -1))
+    assert wide.k.stride(1) == 0
+    check_forward(wide)
+
+
 def test_offsets_beyond_32_bits() -> None:
     """Keys 2^31 elements apart, as views of one storage."""
     shape = Shape(rows=9, keys=3, heads_q=2, heads_kv=1, dim_qk=128, dim_v=128)
