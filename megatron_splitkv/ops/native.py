@@ -78,15 +78,16 @@ def refusal(op: str, tensor: Tensor) -> UnsupportedError:
 
 def as_rows(tensor: Tensor) -> _kernels.Rows:
     """A `[rows, heads, dim]` or `[rows, heads]` tensor as the kernels see it: its address."""
-    rows, heads = tensor.shape[:2]
+    rows, heads, *dim = tensor.shape
+    row_stride, head_stride, *_ = tensor.stride()
     return _kernels.Rows(
         data=tensor.data_ptr(),
         dtype=_NATIVE_DTYPES[tensor.dtype],
         rows=rows,
         heads=heads,
-        dim=tensor.shape[2] if tensor.dim() == 3 else 1,
-        row_stride=tensor.stride(0),
-        head_stride=tensor.stride(1),
+        dim=dim[0] if dim else 1,
+        row_stride=row_stride,
+        head_stride=head_stride,
     )
 
 
