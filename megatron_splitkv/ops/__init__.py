@@ -1,7 +1,8 @@
 """Attention ops: tensors in, tensors out. No ranks, no plans.
 
 `partial_attention` and `partial_attention_backward` compute over the local keys, `merge_partials_`
-joins partial results, `attention_delta` prepares the backward. On CUDA they run on `WorkLists`. `reference` holds their naive twins.
+joins partial results, `attention_delta` prepares the backward. On CUDA the first two run on
+`WorkLists`. `reference` holds naive twins.
 """
 
 from megatron_splitkv.ops.delta import attention_delta
