@@ -101,6 +101,27 @@ class ForwardWork:
     def shape(self) -> list[int]: ...
     def write(self, target: int) -> None: ...
 
+class BackwardWork:
+    def __init__(
+        self,
+        *,
+        kv_begin: int,
+        kv_end: int,
+        num_rows: int,
+        num_keys: int,
+        num_heads_q: int,
+        num_heads_kv: int,
+        head_dim_qk: int,
+        head_dim_v: int,
+        num_sms: int,
+        is_deterministic: bool,
+    ) -> None: ...
+    @property
+    def num_ints(self) -> int: ...
+    @property
+    def shape(self) -> list[int]: ...
+    def write(self, target: int) -> None: ...
+
 def has_cuda_kernels() -> bool: ...
 def cuda_forward_workspace_bytes(work_shape: Sequence[int]) -> int: ...
 def cuda_forward(
@@ -112,6 +133,25 @@ def cuda_forward(
     kv_end: int,
     out: Rows,
     lse: Rows,
+    softmax_scale: float,
+    work: int,
+    work_shape: Sequence[int],
+    launch: Launch,
+) -> None: ...
+def cuda_backward_workspace_bytes(work_shape: Sequence[int]) -> int: ...
+def cuda_backward(
+    *,
+    dout: Rows,
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    lse: Rows,
+    delta: Rows,
+    kv_begin: int,
+    kv_end: int,
+    dq: Rows,
+    dk: Rows,
+    dv: Rows,
     softmax_scale: float,
     work: int,
     work_shape: Sequence[int],

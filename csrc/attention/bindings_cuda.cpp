@@ -8,6 +8,7 @@
 
 #include "common/check.h"
 #include "cuda/backend.h"
+#include "cuda/backward_work.h"
 #include "cuda/forward_work.h"
 
 namespace splitkv {
@@ -15,11 +16,15 @@ namespace {
 
 namespace py = pybind11;
 using release_gil = py::call_guard<py::gil_scoped_release>;
+using cuda::BackwardWork;
+using cuda::BackwardWorkRequest;
+using cuda::BackwardWorkShape;
 using cuda::ForwardWork;
 using cuda::ForwardWorkRequest;
 using cuda::ForwardWorkShape;
 
 static_assert(sizeof(ForwardWorkShape) % sizeof(int64_t) == 0, "a struct of int64 alone");
+static_assert(sizeof(BackwardWorkShape) % sizeof(int64_t) == 0, "a struct of int64 alone");
 
 // A struct of int64 fields to a list and back: how sizes pass through an op's int[] argument.
 template <typename Shape>
@@ -38,18 +43,34 @@ Shape shape_from_ints(const std::vector<int64_t>& ints) {
     return shape;
 }
 
-int64_t num_ints(const ForwardWork& work) {
-    return static_cast<int64_t>(work.items.size() * sizeof(cuda::ForwardItem) +
-                                work.merge_rows.size() * sizeof(cuda::MergeRow)) /
-           static_cast<int64_t>(sizeof(int32_t));
+template <typename Record>
+size_t num_bytes(const std::vector<Record>& records) {
+    return records.size() * sizeof(Record);
 }
 
-void write_work(const ForwardWork& work, uintptr_t target) {
-    char* next = as_pointer<char>(target);
-    const size_t item_bytes = work.items.size() * sizeof(cuda::ForwardItem);
-    if (item_bytes > 0) std::memcpy(next, work.items.data(), item_bytes);
-    const size_t merge_bytes = work.merge_rows.size() * sizeof(cuda::MergeRow);
-    if (merge_bytes > 0) std::memcpy(next + item_bytes, work.merge_rows.data(), merge_bytes);
+template <typename Record>
+char* append(const std::vector<Record>& records, char* target) {
+    if (!records.empty()) std::memcpy(target, records.data(), num_bytes(records));
+    return target + num_bytes(records);
+}
+
+int64_t num_forward_ints(const ForwardWork& work) {
+    return static_cast<int64_t>((num_bytes(work.items) + num_bytes(work.merge_rows)) /
+                                sizeof(int32_t));
+}
+
+void write_forward(const ForwardWork& work, uintptr_t target) {
+    append(work.merge_rows, append(work.items, as_pointer<char>(target)));
+}
+
+int64_t num_backward_ints(const BackwardWork& work) {
+    return static_cast<int64_t>(
+        (num_bytes(work.items) + num_bytes(work.row_tiles) + num_bytes(work.segments)) /
+        sizeof(int32_t));
+}
+
+void write_backward(const BackwardWork& work, uintptr_t target) {
+    append(work.segments, append(work.row_tiles, append(work.items, as_pointer<char>(target))));
 }
 
 void bind_forward_work(py::module_& m) {
@@ -72,10 +93,38 @@ void bind_forward_work(py::module_& m) {
              py::kw_only(), py::arg("kv_begin"), py::arg("kv_end"), py::arg("num_rows"),
              py::arg("num_keys"), py::arg("num_heads_q"), py::arg("num_heads_kv"),
              py::arg("head_dim_qk"), py::arg("head_dim_v"), py::arg("num_sms"), release_gil())
-        .def_property_readonly("num_ints", &num_ints)
-        .def("write", &write_work, py::arg("target"))
+        .def_property_readonly("num_ints", &num_forward_ints)
+        .def("write", &write_forward, py::arg("target"))
         .def_property_readonly("shape",
                                [](const ForwardWork& work) { return shape_to_ints(work.shape); });
+}
+
+void bind_backward_work(py::module_& m) {
+    py::class_<BackwardWork>(m, "BackwardWork")
+        .def(py::init([](uintptr_t kv_begin, uintptr_t kv_end, int64_t num_rows, int64_t num_keys,
+                         int64_t num_heads_q, int64_t num_heads_kv, int64_t head_dim_qk,
+                         int64_t head_dim_v, int32_t num_sms, bool is_deterministic) {
+                 BackwardWorkRequest request{};
+                 request.kv_begin = as_pointer<const int32_t>(kv_begin);
+                 request.kv_end = as_pointer<const int32_t>(kv_end);
+                 request.num_rows = num_rows;
+                 request.num_keys = num_keys;
+                 request.num_heads_q = num_heads_q;
+                 request.num_heads_kv = num_heads_kv;
+                 request.head_dim_qk = head_dim_qk;
+                 request.head_dim_v = head_dim_v;
+                 request.num_sms = num_sms;
+                 request.is_deterministic = is_deterministic;
+                 return cuda::build_backward_work(request);
+             }),
+             py::kw_only(), py::arg("kv_begin"), py::arg("kv_end"), py::arg("num_rows"),
+             py::arg("num_keys"), py::arg("num_heads_q"), py::arg("num_heads_kv"),
+             py::arg("head_dim_qk"), py::arg("head_dim_v"), py::arg("num_sms"),
+             py::arg("is_deterministic"), release_gil())
+        .def_property_readonly("num_ints", &num_backward_ints)
+        .def("write", &write_backward, py::arg("target"))
+        .def_property_readonly("shape",
+                               [](const BackwardWork& work) { return shape_to_ints(work.shape); });
 }
 
 void bind_kernels(py::module_& m) {
@@ -106,6 +155,39 @@ void bind_kernels(py::module_& m) {
         py::kw_only(), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("kv_begin"),
         py::arg("kv_end"), py::arg("out"), py::arg("lse"), py::arg("softmax_scale"),
         py::arg("work"), py::arg("work_shape"), py::arg("launch"), release_gil());
+    m.def(
+        "cuda_backward_workspace_bytes",
+        [](const std::vector<int64_t>& work_shape) {
+            return cuda::backward_workspace_bytes(shape_from_ints<BackwardWorkShape>(work_shape));
+        },
+        py::arg("work_shape"));
+    m.def(
+        "cuda_backward",
+        [](const Rows& dout, const Rows& q, const Rows& k, const Rows& v, const Rows& lse,
+           const Rows& delta, uintptr_t kv_begin, uintptr_t kv_end, const Rows& dq, const Rows& dk,
+           const Rows& dv, float softmax_scale, uintptr_t work,
+           const std::vector<int64_t>& work_shape, const Launch& launch) {
+            BackwardParams params{};
+            params.dout = dout;
+            params.q = q;
+            params.k = k;
+            params.v = v;
+            params.lse = lse;
+            params.delta = delta;
+            params.kv_begin = as_pointer<const int32_t>(kv_begin);
+            params.kv_end = as_pointer<const int32_t>(kv_end);
+            params.dq = dq;
+            params.dk = dk;
+            params.dv = dv;
+            params.softmax_scale = softmax_scale;
+            params.launch = launch;
+            cuda::backward(params, as_pointer<const int32_t>(work),
+                           shape_from_ints<BackwardWorkShape>(work_shape));
+        },
+        py::kw_only(), py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("lse"),
+        py::arg("delta"), py::arg("kv_begin"), py::arg("kv_end"), py::arg("dq"), py::arg("dk"),
+        py::arg("dv"), py::arg("softmax_scale"), py::arg("work"), py::arg("work_shape"),
+        py::arg("launch"), release_gil());
     m.def(
         "cuda_merge",
         [](const Rows& out, const Rows& lse, const Rows& part_out, const Rows& part_lse,
@@ -138,6 +220,7 @@ void bind_kernels(py::module_& m) {
 void bind_cuda(py::module_& m) {
     m.def("has_cuda_kernels", &cuda::is_built, "Whether this build holds CUDA kernels");
     bind_forward_work(m);
+    bind_backward_work(m);
     bind_kernels(m);
 }
 

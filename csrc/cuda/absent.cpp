@@ -17,6 +17,10 @@ int64_t forward_workspace_bytes(const ForwardWorkShape&) { refuse(); }
 
 void forward(const ForwardParams&, const int32_t*, const ForwardWorkShape&) { refuse(); }
 
+int64_t backward_workspace_bytes(const BackwardWorkShape&) { refuse(); }
+
+void backward(const BackwardParams&, const int32_t*, const BackwardWorkShape&) { refuse(); }
+
 void merge(const MergeParams&) { refuse(); }
 
 void row_dot(const Rows&, const Rows&, const Rows&, const Launch&) { refuse(); }

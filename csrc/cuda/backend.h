@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "cuda/backward_work.h"
 #include "cuda/forward_work.h"
 
 namespace splitkv::cuda {
@@ -17,6 +18,12 @@ int64_t forward_workspace_bytes(const ForwardWorkShape& shape);
 
 // `work` is the device copy of a ForwardWork: its items, then its merge rows.
 void forward(const ForwardParams& params, const int32_t* work, const ForwardWorkShape& shape);
+
+int64_t backward_workspace_bytes(const BackwardWorkShape& shape);
+
+// `work` is the device copy of a BackwardWork: its items, row tiles, then segments. dq must be
+// contiguous and dout have the dtype of q.
+void backward(const BackwardParams& params, const int32_t* work, const BackwardWorkShape& shape);
 
 void merge(const MergeParams& params);
 

@@ -226,16 +226,7 @@ void check_request(const ForwardWorkRequest& request) {
     SPLITKV_CHECK(request.num_heads_kv >= 1 && request.num_heads_q % request.num_heads_kv == 0,
                   "num_heads_q=", request.num_heads_q,
                   " must be a multiple of num_heads_kv=", request.num_heads_kv);
-    SPLITKV_CHECK(request.num_rows <= INT32_MAX && request.num_keys <= INT32_MAX,
-                  "at most 2^31 - 1 rows and keys, got ", request.num_rows, " and ",
-                  request.num_keys);
-    for (int64_t row = 0; row < request.num_rows; ++row) {
-        const int32_t begin = request.kv_begin[row];
-        const int32_t end = request.kv_end[row];
-        SPLITKV_CHECK(begin >= end || (begin >= 0 && end <= request.num_keys), "row ", row,
-                      " sees keys [", begin, ", ", end, "), needs a part of [0, ", request.num_keys,
-                      ")");
-    }
+    check_intervals(request.kv_begin, request.kv_end, request.num_rows, request.num_keys);
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "common/check.h"
+
 namespace splitkv::cuda {
 namespace {
 
@@ -15,6 +17,18 @@ RowTile close_tile(const RowTile& tile) {
 }
 
 }  // namespace
+
+void check_intervals(const int32_t* kv_begin, const int32_t* kv_end, int64_t num_rows,
+                     int64_t num_keys) {
+    SPLITKV_CHECK(num_rows <= INT32_MAX && num_keys <= INT32_MAX,
+                  "at most 2^31 - 1 rows and keys, got ", num_rows, " and ", num_keys);
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const int32_t begin = kv_begin[row];
+        const int32_t end = kv_end[row];
+        SPLITKV_CHECK(begin >= end || (begin >= 0 && end <= num_keys), "row ", row, " sees keys [",
+                      begin, ", ", end, "), needs a part of [0, ", num_keys, ")");
+    }
+}
 
 std::vector<RowTile> cut_row_tiles(const int32_t* kv_begin, const int32_t* kv_end, int64_t num_rows,
                                    int32_t max_rows, int32_t key_tile) {

@@ -23,6 +23,10 @@ constexpr int64_t num_key_tiles(int64_t begin, int64_t end, int64_t key_tile) {
     return end > begin ? (end - begin + key_tile - 1) / key_tile : 0;
 }
 
+// Throws std::invalid_argument when an interval leaves [0, num_keys).
+void check_intervals(const int32_t* kv_begin, const int32_t* kv_end, int64_t num_rows,
+                     int64_t num_keys);
+
 // Tiles of at most max_rows rows that cover every row once, in order. A tile also ends where going
 // on would make it walk over keys that none of its rows sees: where documents part.
 std::vector<RowTile> cut_row_tiles(const int32_t* kv_begin, const int32_t* kv_end, int64_t num_rows,

@@ -26,17 +26,28 @@ EncodeTiled encode_tiled() {
 
 constexpr int64_t kAlignmentBytes = 16;  // of address and strides, by the tensor map's definition
 
+CUtensorMapDataType map_type(DType dtype) {
+    switch (dtype) {
+        case DType::kBFloat16:
+            return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+        case DType::kFloat16:
+            return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+        default:
+            return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    }
+}
+
 }  // namespace
 
 CUtensorMap make_tensor_map(const char* name, const Rows& tensor, const TensorMapBox& box) {
     CUtensorMap map{};
     if (tensor.rows == 0 || tensor.heads == 0) return map;
-    constexpr int64_t kElementBytes = 2;
+    const int64_t element_bytes = tensor.dtype == DType::kFloat32 ? 4 : 2;
     // Torch gives any stride to a dimension of size 1; it is never used.
     const int64_t head_bytes =
-        tensor.heads == 1 ? kAlignmentBytes : tensor.head_stride * kElementBytes;
+        tensor.heads == 1 ? kAlignmentBytes : tensor.head_stride * element_bytes;
     const int64_t row_bytes =
-        tensor.rows == 1 ? kAlignmentBytes : tensor.row_stride * kElementBytes;
+        tensor.rows == 1 ? kAlignmentBytes : tensor.row_stride * element_bytes;
     const int64_t address = reinterpret_cast<int64_t>(tensor.data);
     SPLITKV_CHECK(address % kAlignmentBytes == 0 && head_bytes % kAlignmentBytes == 0 &&
                       row_bytes % kAlignmentBytes == 0,
@@ -48,12 +59,11 @@ CUtensorMap make_tensor_map(const char* name, const Rows& tensor, const TensorMa
                                  static_cast<cuuint64_t>(tensor.rows)};
     const cuuint64_t strides[2] = {static_cast<cuuint64_t>(head_bytes),
                                    static_cast<cuuint64_t>(row_bytes)};
-    const cuuint32_t box_sizes[3] = {kTensorMapColumns, static_cast<cuuint32_t>(box.heads),
+    const cuuint32_t box_sizes[3] = {static_cast<cuuint32_t>(kTensorMapColumnBytes / element_bytes),
+                                     static_cast<cuuint32_t>(box.heads),
                                      static_cast<cuuint32_t>(box.rows)};
     const cuuint32_t element_strides[3] = {1, 1, 1};
-    const CUtensorMapDataType type = tensor.dtype == DType::kBFloat16
-                                         ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const CUtensorMapDataType type = map_type(tensor.dtype);
     const CUresult status =
         encode_tiled()(&map, type, 3, tensor.data, sizes, strides, box_sizes, element_strides,
                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
-from megatron_splitkv.ops.cuda import cuda_launch, forward_work
+from megatron_splitkv.ops.cuda import backward_work, cuda_launch, forward_work
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     OP_NAMESPACE,
@@ -36,7 +36,8 @@ torch.library.define(
 torch.library.define(
     _BACKWARD,
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor kv_begin, "
-    "Tensor kv_end, Tensor(a!) dk, Tensor(b!) dv, *, float softmax_scale) -> Tensor",
+    "Tensor kv_end, Tensor(a!) dk, Tensor(b!) dv, *, float softmax_scale, Tensor? work=None, "
+    "int[] work_shape=[]) -> Tensor",
 )
 
 
@@ -107,12 +108,17 @@ def partial_attention_backward(
     dv: Tensor,
     *,
     softmax_scale: float,
+    work: WorkLists | None = None,
 ) -> Tensor:
     """Gradients of the merged attention that flow through the local keys.
 
     With p = exp(softmax_scale * q.k - lse) and ds = p * (dout.v - delta): dq = softmax_scale * ds.k
     is returned, `dk += softmax_scale * ds^T.q` and `dv += p^T.dout` are added in place. Summing dq
-    over the partials gives the gradient of the whole. Bitwise the same for any number of threads.
+    over the partials gives the gradient of the whole.
+
+    Bitwise the same for any number of threads. On a GPU dk and dv are the same from run to run, and
+    so is dq if the work lists say `is_deterministic`. On a GPU every row of q, k, v and dout must be
+    finite, also those that are not seen or see nothing.
 
     Args:
         dout: gradient of the merged output, `[Tq, Hq, Dv]`, fp32, bf16 or fp16.
@@ -126,13 +132,15 @@ def partial_attention_backward(
         dk: `[Tk, Hkv, D]`, fp32, accumulated into.
         dv: `[Tk, Hkv, Dv]`, fp32, accumulated into.
         softmax_scale: factor of the logits, as in the forward.
+        work: work lists made from the same intervals, needed on CUDA alone.
     Returns:
         dq `[Tq, Hq, D]`, fp32; 0 for a row that sees no local key or has lse = -inf, whose q and
-        dout are never read.
+        dout are never read on the CPU.
     Raises:
         ValueError: shapes, dtypes, devices or strides disagree, an interval leaves `[0, Tk)`, or
             an argument requires a gradient (see `attention.py` for the op that has one).
-        UnsupportedError: there is no kernel for the device of q.
+        UnsupportedError: there is no kernel for the device of q, or on CUDA for its dtype or the
+            head dims.
     """
     _check_attention_inputs(q, k, v, kv_begin, kv_end)
     num_rows, num_heads_q, head_dim_qk = q.shape
@@ -148,8 +156,21 @@ def partial_attention_backward(
     for name, tensor, shape, dtypes in shapes:
         check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=q.device)
     check_no_grad("partial_attention_backward", dout=dout, q=q, k=k, v=v)
+    on_device = backward_work(q, k, v, work) if q.is_cuda else None
     return torch.ops.megatron_splitkv.partial_attention_backward.default(
-        dout, q, k, v, lse, delta, kv_begin, kv_end, dk, dv, softmax_scale=softmax_scale
+        dout,
+        q,
+        k,
+        v,
+        lse,
+        delta,
+        kv_begin,
+        kv_end,
+        dk,
+        dv,
+        softmax_scale=softmax_scale,
+        work=None if on_device is None else on_device.items,
+        work_shape=() if on_device is None else on_device.shape,
     )
 
 
@@ -207,6 +228,8 @@ def _backward_fake(
     dv: Tensor,
     *,
     softmax_scale: float,
+    work: Tensor | None = None,
+    work_shape: Sequence[int] = (),
 ) -> Tensor:
     return q.new_empty(q.shape, dtype=torch.float32)
 
@@ -308,6 +331,8 @@ def _backward_cpu(
     dv: Tensor,
     *,
     softmax_scale: float,
+    work: Tensor | None = None,
+    work_shape: Sequence[int] = (),
 ) -> Tensor:
     dq = torch.empty(q.shape, dtype=torch.float32)
     num_bytes = _kernels.backward_workspace_bytes(
@@ -328,5 +353,49 @@ def _backward_cpu(
         dv=as_rows(dv),
         softmax_scale=softmax_scale,
         launch=cpu_launch(workspace),
+    )
+    return dq
+
+
+@torch.library.impl(_BACKWARD, "cuda")
+def _backward_cuda(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    softmax_scale: float,
+    work: Tensor | None = None,
+    work_shape: Sequence[int] = (),
+) -> Tensor:
+    assert work is not None, "partial_attention_backward passes the work list"
+    dq = q.new_empty(q.shape, dtype=torch.float32)
+    num_bytes = _kernels.cuda_backward_workspace_bytes(work_shape)
+    workspace = q.new_empty(num_bytes, dtype=torch.uint8)
+    # The kernel takes dout as it takes q; an expanded one has strides of 0, which TMA cannot walk.
+    is_expanded = 0 in dout.stride()
+    dout = (dout.contiguous() if is_expanded else dout).to(q.dtype)
+    _kernels.cuda_backward(
+        dout=as_rows(dout),
+        q=as_rows(q),
+        k=as_rows(k),
+        v=as_rows(v),
+        lse=as_rows(lse),
+        delta=as_rows(delta),
+        kv_begin=kv_begin.data_ptr(),
+        kv_end=kv_end.data_ptr(),
+        dq=as_rows(dq),
+        dk=as_rows(dk),
+        dv=as_rows(dv),
+        softmax_scale=softmax_scale,
+        work=work.data_ptr(),
+        work_shape=work_shape,
+        launch=cuda_launch(q.device, workspace),
     )
     return dq

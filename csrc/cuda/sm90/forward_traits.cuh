@@ -13,9 +13,7 @@
 
 namespace splitkv::sm90 {
 
-inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kWarpgroupRows = 64;  // M of one wgmma
-inline constexpr int kItemSlots = 2;       // the producer is at most one item ahead
+inline constexpr int kItemSlots = 2;  // the producer is at most one item ahead
 
 // A row tile for one tile head, as the producer hands it to the consumers.
 struct alignas(16) TileWork {
@@ -93,8 +91,6 @@ struct ForwardSmem {
     RingBarriers<Traits::kStages> v_barriers;
     float never_written;  // target of the stores that only order instructions
 };
-
-inline constexpr int kMaxSmemBytes = 227 * 1024;
 
 // Dynamic shared memory starts at any multiple of 16; the tiles need one of 1024.
 template <typename Traits>

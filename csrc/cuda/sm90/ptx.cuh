@@ -111,6 +111,17 @@ SPLITKV_DEVICE void cp_reduce_async_bulk_add_f32(float* target, uint32_t source,
         : "memory");
 }
 
+// Adds the box of fp32 values in shared memory to a rank-3 map at {column, head, row}; what lies
+// outside the tensor is dropped. The order of adds is not fixed.
+SPLITKV_DEVICE void cp_reduce_async_bulk_tensor_3d_add(const CUtensorMap* map, uint32_t source,
+                                                       int column, int head, int row) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group "
+        "[%0, {%1, %2, %3}], [%4];" ::"l"(map),
+        "r"(column), "r"(head), "r"(row), "r"(source)
+        : "memory");
+}
+
 SPLITKV_DEVICE void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -130,6 +141,23 @@ SPLITKV_DEVICE void cp_async_bulk_wait_group() {
 // Orders ordinary shared-memory writes before reads by wgmma and bulk copies, 9.7.13.4.
 SPLITKV_DEVICE void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same for global memory, between bulk copies and other accesses of this thread.
+SPLITKV_DEVICE void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// ---- turns in global memory, 9.7.9.8, 9.7.13.14 ----
+
+SPLITKV_DEVICE int32_t ld_acquire_gpu(const int32_t* source) {
+    int32_t value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
+    return value;
+}
+
+SPLITKV_DEVICE void red_release_gpu_add(int32_t* target, int32_t value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(value) : "memory");
 }
 
 // ---- registers and scalars ----
@@ -173,6 +201,10 @@ SPLITKV_DEVICE void st_shared_if_above(uint32_t target, float x, float limit) {
         "}" ::"r"(target),
         "f"(x), "f"(limit)
         : "memory");
+}
+
+SPLITKV_DEVICE void st_shared_v2_f32(uint32_t target, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(target), "f"(a), "f"(b) : "memory");
 }
 
 // Four 8x8 matrices of 16-bit values from registers to shared memory, 9.7.15.5.8.

@@ -6,6 +6,10 @@
 
 namespace splitkv::sm90 {
 
+inline constexpr int kWarpgroupThreads = 128;
+inline constexpr int kWarpgroupRows = 64;         // M of one wgmma
+inline constexpr int kMaxSmemBytes = 227 * 1024;  // of one CTA
+
 // What the tiles of a call are made for.
 enum class TileKind : int32_t {
     kEdge = 0,      // short key tiles: little is walked over in vain at the ends of intervals
@@ -51,6 +55,27 @@ constexpr bool has_forward(int64_t head_dim_qk, int64_t head_dim_v) {
 // The kinds other than kEdge that have a kernel of their own.
 constexpr bool has_tile_kind(int head_dim_qk, int head_dim_v, TileKind kind) {
     return kind == TileKind::kEdge || (head_dim_qk == 128 && head_dim_v == 128);
+}
+
+struct BackwardTile {
+    int rows;       // query rows of one step: 64 or 128
+    int keys;       // of the KV tile that a CTA owns: 64 per consumer warpgroup
+    int consumers;  // warpgroups
+    int stages;     // of q and of dout
+};
+
+// Limits that set the numbers: 232 registers of a consumer thread, which holds dk and dv
+// ((head_dim_qk + head_dim_v) / 2), scores and their gradient (rows / 2 each) or its half of dq;
+// 227 KB of shared memory, of which dq in fp32 takes 32. keys == 0 says that there is no kernel.
+constexpr BackwardTile backward_tile(int head_dim_qk, int head_dim_v) {
+    if (head_dim_qk == 64 && head_dim_v == 64) return {128, 128, 2, 2};
+    if (head_dim_qk == 128 && head_dim_v == 128) return {64, 128, 2, 2};
+    return {0, 0, 0, 0};
+}
+
+constexpr bool has_backward(int64_t head_dim_qk, int64_t head_dim_v) {
+    return head_dim_qk <= 256 && head_dim_v <= 256 &&
+           backward_tile(static_cast<int>(head_dim_qk), static_cast<int>(head_dim_v)).keys > 0;
 }
 
 }  // namespace splitkv::sm90
