@@ -59,7 +59,11 @@ class SplitKVContext:
         """What the kernels do for these intervals, worked out once for all layers."""
         work = self._work.get(seen)
         if work is None:
-            work = self._work[seen] = WorkLists(seen.begin_on_host, seen.end_on_host)
+            work = self._work[seen] = WorkLists(
+                seen.begin_on_host,
+                seen.end_on_host,
+                is_deterministic=torch.are_deterministic_algorithms_enabled(),
+            )
         return work
 
 
@@ -277,7 +281,7 @@ def _backward(
     ) -> Tensor:
         return partial_attention_backward(
             part.dout, part.q, to.k, to.v, part.lse, part.delta, seen.begin, seen.end, *gradients,
-            softmax_scale=call.softmax_scale,
+            softmax_scale=call.softmax_scale, work=call.context.work_on(seen),
         )  # fmt: skip
 
     def attend_own() -> None:

@@ -66,9 +66,9 @@ GRADIENT_BY_DTYPE = {
 CUDA_BF16 = Tolerance(rel_l2=3e-3, worst_row=8e-3)
 CUDA_FP16 = Tolerance(rel_l2=5e-4, worst_row=1.2e-3)
 
-# Probabilities and ds, each rounded to the dtype of the inputs, as above; ds also cancels in rows that
-# see few keys. zero: where every row sees one key, ds = p * (dp - delta) is the rounding of an fp32
-# logit of size 10 times a dp of size sqrt(Dv), summed over the rows.
+# Probabilities and ds, each rounded to the dtype of the inputs, as above; ds also cancels in rows
+# that see few keys. zero: where every row sees one key, ds = p * (dp - delta) is the rounding of an
+# fp32 logit of size 10 times a dp of size sqrt(Dv), summed over the rows.
 CUDA_BACKWARD_BY_DTYPE = {
     torch.bfloat16: Tolerance(rel_l2=5e-3, worst_row=3e-2, zero=2e-3),
     torch.float16: Tolerance(rel_l2=1e-3, worst_row=5e-3, zero=2e-3),

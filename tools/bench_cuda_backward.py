@@ -1,9 +1,9 @@
 """Speed of the backward on a GPU, in turns with torch's cuDNN and FlashAttention-2 backends.
 
 Correctness first: a shape is timed only after dq of sampled rows and dk, dv of sampled keys agree
-with fp64. Times are those of bench_cuda.py. TFLOP/s count visible query-key pairs: 2 flops per pair
-and head for each of 3 * head_dim_qk + 2 * head_dim_v. Ours includes delta, clearing dq, and adding to
-fp32 dk and dv; theirs writes 16-bit gradients.
+with fp64. Times are taken as in bench_cuda.py. TFLOP/s count visible query-key pairs: 2 flops per
+pair and head for each of 3 * head_dim_qk + 2 * head_dim_v. Ours includes delta, clearing dq, and
+adding to fp32 dk and dv; theirs writes 16-bit gradients.
 
 examples:
   python tools/bench_cuda_backward.py
@@ -82,9 +82,10 @@ class BackwardProblem(Problem):
     def torch_backward(self, backend: SDPBackend) -> Callable[[], object]:
         """The backward alone, over a graph recorded once."""
         leaves = [x.detach().requires_grad_() for x in self.bhsd]
+        q, k, v = leaves
         is_causal = self.shape.mask == "causal"
         with torch.enable_grad(), sdpa_kernel(backend):
-            out = scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=True)
+            out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
         dout = self.dout.transpose(0, 1)[None].contiguous()
         return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 

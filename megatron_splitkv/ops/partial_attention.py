@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
-from megatron_splitkv.ops.cuda import backward_work, cuda_launch, forward_work
+from megatron_splitkv.ops.cuda import backward_work, cuda_launch, forward_work, loadable
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     OP_NAMESPACE,
@@ -117,7 +117,7 @@ def partial_attention_backward(
     over the partials gives the gradient of the whole.
 
     Bitwise the same for any number of threads. On a GPU dk and dv are the same from run to run, and
-    so is dq if the work lists say `is_deterministic`. On a GPU every row of q, k, v and dout must be
+    so is dq if the work lists say `is_deterministic`; there every row of q, k, v and dout must be
     finite, also those that are not seen or see nothing.
 
     Args:
@@ -378,11 +378,8 @@ def _backward_cuda(
     dq = q.new_empty(q.shape, dtype=torch.float32)
     num_bytes = _kernels.cuda_backward_workspace_bytes(work_shape)
     workspace = q.new_empty(num_bytes, dtype=torch.uint8)
-    # The kernel takes dout as it takes q; an expanded one has strides of 0, which TMA cannot walk.
-    is_expanded = 0 in dout.stride()
-    dout = (dout.contiguous() if is_expanded else dout).to(q.dtype)
     _kernels.cuda_backward(
-        dout=as_rows(dout),
+        dout=as_rows(loadable(dout, q.dtype)),
         q=as_rows(q),
         k=as_rows(k),
         v=as_rows(v),

@@ -14,26 +14,19 @@
 namespace splitkv::sm90 {
 
 inline constexpr int kBackwardItemSlots = 2;  // the producer is at most one item ahead
-inline constexpr int kDqBoxColumns = 32;      // fp32 columns of a 128-byte row
+inline constexpr int kBoxColumns = 32;        // fp32 columns of a 128-byte row
+inline constexpr int kBoxBytes = kWarpgroupRows * kRowBytes;  // [64 rows, 32 columns]
 
-// A KV tile of one KV head, as the producer hands it to the consumers.
+// A KV tile of one KV head, as the loader hands it to the writer and the consumers.
 struct alignas(16) KvTileWork {
     int32_t key_begin;  // -1: no more work
     int32_t kv_head;
-    int32_t num_steps;  // over all row tiles and tile heads
+    int32_t segment_begin;
+    int32_t num_segments;
+    int32_t num_steps;  // over all segments and tile heads
     int32_t part;
     int32_t turn_index;  // counter of parts, -1 where there is one part
-    int32_t unused[3];
-};
-
-// A row tile for one tile head: one step of the main loop, and where its dq goes.
-struct alignas(16) StepWork {
-    int32_t row_begin;  // -1: no more work
-    int32_t first_head;
-    int32_t is_masked;
-    int32_t turn;  // of this KV tile at dq, in deterministic mode
-    int32_t turn_index;
-    int32_t unused[3];
+    int32_t unused;
 };
 
 struct BackwardKernelParams {
@@ -42,13 +35,13 @@ struct BackwardKernelParams {
     CUtensorMap k;                           // [Tk, Hkv, D], boxes of one KV tile
     CUtensorMap v;                           // [Tk, Hkv, Dv], boxes of one KV tile
     CUtensorMap dq;                          // [Tq, Hq, D], fp32, boxes of a consumer's rows
+    CUtensorMap dk;                          // [Tk, Hkv, D], fp32, boxes of a consumer's keys
+    CUtensorMap dv;                          // [Tk, Hkv, Dv], fp32, boxes of a consumer's keys
     const cuda::BackwardItem* items;         // [num_items]
     const cuda::BackwardRowTile* row_tiles;  // [num_row_tiles]
     const cuda::BackwardSegment* segments;   // [num_segments]
     const float* statistics;  // [tile heads, num_row_tiles, 2, rows]: lse in log2, delta
     const int32_t* limits;    // [num_row_tiles, rows, 2]: first key and number of keys
-    Rows dk;                  // [Tk, Hkv, D], fp32
-    Rows dv;                  // [Tk, Hkv, Dv], fp32
     int32_t* counter;         // hands out items beyond the first of each CTA
     int32_t* part_turns;      // [Hkv, num_splits]
     int32_t* dq_turns;        // [tile heads, num_row_tiles]; null unless deterministic
@@ -87,9 +80,10 @@ struct BackwardTraits {
     // A consumer's part of dq: 64 of the 128 rows, or half of the columns of all 64 rows.
     static constexpr bool kSplitsDqRows = kRows == kConsumers * kWarpgroupRows;
     static constexpr int kDqColumns = kSplitsDqRows ? kDimQk : kDimQk / kConsumers;
-    static constexpr int kDqBoxes = kDqColumns / kDqBoxColumns;
-    static constexpr int kDqBoxBytes = kWarpgroupRows * kRowBytes;
-    static constexpr int kDqBytes = kDqBoxes * kDqBoxBytes;  // of one consumer
+    static constexpr int kDqBoxes = kDqColumns / kBoxColumns;  // of one consumer
+    static constexpr int kDqBytes = kDqBoxes * kBoxBytes;
+    static constexpr int kDkBoxes = kDimQk / kBoxColumns;
+    static constexpr int kDvBoxes = kDimV / kBoxColumns;
     static constexpr int kProducerRegisters = 40;
     static constexpr int kConsumerRegisters = 232;
 
@@ -98,6 +92,9 @@ struct BackwardTraits {
     static_assert(kSplitsDqRows || kRows == kWarpgroupRows,
                   "the rows of dq go to the consumers, or all to each of them");
     static_assert(kDqColumns % kChunkColumns == 0, "a consumer's dq takes whole chunks of k");
+    static_assert(kDkBoxes <= kDqBoxes + kDsStages && kDvBoxes <= kDqBoxes + kDsStages &&
+                      (kDkBoxes <= kDqBoxes || kRows * kRowBytes == kBoxBytes),
+                  "dk or dv of a consumer fits where its dq and ds were");
     static_assert(kDimQk % kChunkColumns == 0 && kDimV % kChunkColumns == 0,
                   "tiles are made of chunks of 64 columns");
 };
@@ -112,8 +109,7 @@ struct BackwardSmem {
     alignas(kSwizzleBytes) uint8_t dq[Traits::kConsumers][Traits::kDqBytes];
     alignas(16) float statistics[Traits::kStages][2][Traits::kRows];
     alignas(16) int32_t limits[Traits::kStages][Traits::kRows][2];
-    StepWork steps[Traits::kStages];
-    StepWork dq_steps[Traits::kConsumers];
+    int32_t is_masked[Traits::kStages];
     KvTileWork work[kBackwardItemSlots];
     RingBarriers<kBackwardItemSlots> work_barriers;
     RingBarriers<1> k_barriers;
@@ -121,7 +117,15 @@ struct BackwardSmem {
     RingBarriers<Traits::kStages> q_barriers;
     RingBarriers<Traits::kStages> dout_barriers;
     RingBarriers<1> dq_barriers[Traits::kConsumers];
+    RingBarriers<1> out_barriers[Traits::kConsumers];  // dk or dv, where dq and ds were
 };
+
+// Where box `box` of dk or dv of a consumer is staged: what its dq takes, then its part of ds.
+template <typename Traits>
+SPLITKV_DEVICE uint32_t out_box_address(const BackwardSmem<Traits>& smem, int consumer, int box) {
+    if (box < Traits::kDqBoxes) return ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes;
+    return ptx::smem_address(smem.ds[box - Traits::kDqBoxes]) + consumer * kBoxBytes;
+}
 
 // Dynamic shared memory starts at any multiple of 16; the tiles need one of 1024.
 template <typename Traits>

@@ -7,7 +7,8 @@
 //   dq  = ds^T . k                                     ds of all consumers through shared memory
 //
 // dv is issued before the barrier that makes ds visible, and the proxy fence stands behind that
-// issue: both hide under the product. dq goes to global memory through the DqWriter.
+// issue: both hide under the product. dq, and at the end dk and dv, go to global memory through the
+// BackwardWriter, by way of shared memory.
 #pragma once
 
 #include "cuda/sm90/backward_traits.cuh"
@@ -22,6 +23,8 @@ struct BackwardConsumer {
     static constexpr int kColumnGroups = Traits::kRows / 8;  // of 8 rows, 2 of them in a thread
     static constexpr int kRowSteps = Traits::kRows / kStepK;
     static constexpr int kDqRegisters = Traits::kDqColumns / 2;
+    static constexpr bool kPreloadsLse = Traits::kRows == 64;  // else registers are short
+    static constexpr int kBoxRegisters = kBoxColumns / 2;
     static constexpr int kDsBarrier = 1;  // named barrier; 0 is __syncthreads
     static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
 
@@ -35,6 +38,7 @@ struct BackwardConsumer {
     RingCursor<Traits::kStages> at_dout;
     RingCursor<Traits::kDsStages> at_ds;
     RingCursor<1> at_dq;
+    RingCursor<1> at_out;
     uint32_t k_low;     // of the consumer's keys, left operand of s
     uint32_t v_low;     // of the consumer's keys, left operand of dp
     uint32_t k_dq_low;  // of all keys, right operand of dq
@@ -60,23 +64,20 @@ struct BackwardConsumer {
     }
     SPLITKV_DEVICE int lane() const { return static_cast<int>(threadIdx.x) % 32; }
 
-    // Reads the next item; false at the end. All fields are uniform over the warp.
+    // Reads what consumers need of the next item, uniform over the warp; false at the end.
     SPLITKV_DEVICE bool next_work(KvTileWork* work) {
         smem.work_barriers.wait_full(at_work);
         const KvTileWork& shared = smem.work[at_work.stage];
         work->key_begin = uniform(shared.key_begin);
-        work->kv_head = uniform(shared.kv_head);
         work->num_steps = uniform(shared.num_steps);
-        work->part = uniform(shared.part);
-        work->turn_index = uniform(shared.turn_index);
         __syncwarp();
         if (threadIdx.x % 32 == 0) smem.work_barriers.release(at_work);
         at_work.advance();
         return work->key_begin >= 0;
     }
 
-    // Leaves unscaled dk and dv of the item in the registers.
-    SPLITKV_DEVICE void accumulate(const KvTileWork& work) {
+    // Adds the item's share to dk and dv.
+    SPLITKV_DEVICE void run(const KvTileWork& work) {
         first_key = work.key_begin + consumer * kWarpgroupRows + warp() * 16 + lane() / 4;
 #pragma unroll
         for (int i = 0; i < Traits::kHeadDimQk / 2; ++i) dk[i] = 0.0f;
@@ -86,7 +87,7 @@ struct BackwardConsumer {
         smem.v_barriers.wait_full(at_v);
         for (int i = 0; i < work.num_steps; ++i) {
             smem.q_barriers.wait_full(at_q);
-            if (uniform(smem.steps[at_q.stage].is_masked) != 0) {
+            if (uniform(smem.is_masked[at_q.stage]) != 0) {
                 step<true>();
             } else {
                 step<false>();
@@ -98,15 +99,11 @@ struct BackwardConsumer {
         }
         at_k.advance();
         at_v.advance();
-    }
-
-    // Tells the DqWriter to stop.
-    SPLITKV_DEVICE void finish() {
-        if (consumer > 0) return;
-        smem.dq_barriers[0].wait_empty(at_dq);
-        if (is_leader()) smem.dq_steps[0].row_begin = -1;
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(smem.dq_barriers[0].full_address(0));
+        // The writer has read the last dq, and no consumer still reads ds.
+        smem.dq_barriers[consumer].wait_empty(at_dq);
+        ptx::barrier_sync(kDsBarrier, kConsumerThreads);
+        stage_gradient(dv, 1.0f);
+        stage_gradient(dk, params.softmax_scale);
     }
 
   private:
@@ -117,7 +114,7 @@ struct BackwardConsumer {
     template <bool kIsMasked>
     SPLITKV_DEVICE void step() {
         float lse[2 * kColumnGroups];
-        load_pairs(smem.statistics[at_q.stage][0], lse);
+        if constexpr (kPreloadsLse) load_pairs(smem.statistics[at_q.stage][0], lse);
         float s[kScoreRegisters];
         float dp[kScoreRegisters];
         ptx::wgmma_fence();
@@ -127,18 +124,20 @@ struct BackwardConsumer {
         issue_dp(dp);
         ptx::wgmma_wait_group<1>();
         ptx::pin(s);
+        if constexpr (!kPreloadsLse) load_pairs(smem.statistics[at_q.stage][0], lse);
         exponentiate(lse, s);
         if constexpr (kIsMasked) mask(s);
         uint32_t p[kRowSteps][4];
         pack(s, p);
-        float delta[2 * kColumnGroups];
-        load_pairs(smem.statistics[at_q.stage][1], delta);
         ptx::wgmma_wait_group<0>();
         ptx::pin(dp);
+        float delta[2 * kColumnGroups];
+        load_pairs(smem.statistics[at_q.stage][1], delta);
 #pragma unroll
         for (int i = 0; i < kScoreRegisters; ++i) dp[i] = s[i] * (dp[i] - delta[pair_index(i)]);
         uint32_t ds[kRowSteps][4];
         pack(dp, ds);
+        smem.out_barriers[consumer].wait_empty(at_out);
         store_ds(ds);
         ptx::wgmma_fence();
         issue_dv(p);
@@ -286,29 +285,51 @@ struct BackwardConsumer {
         }
     }
 
-    // Scaled dq to shared memory, in boxes [64 rows, 32 columns] with the 128-byte swizzle.
     SPLITKV_DEVICE void store_dq(const float (&dq)[kDqRegisters]) {
         RingBarriers<1>& barriers = smem.dq_barriers[consumer];
         barriers.wait_empty(at_dq);
-        const int row = warp() * 16 + lane() / 4;
-        const uint32_t first = ptx::smem_address(smem.dq[consumer]) + row * kRowBytes;
 #pragma unroll
-        for (int group = 0; group < kDqRegisters / 4; ++group) {
-            const int unit = group % 4 * 2 + lane() % 4 / 2;  // of 4 columns, 16 bytes
-            const uint32_t target = first + group / 4 * Traits::kDqBoxBytes +
-                                    ((unit ^ (row % 8)) << 4) + lane() % 2 * 8;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                ptx::st_shared_v2_f32(target + half * 8 * kRowBytes,
-                                      dq[4 * group + 2 * half] * params.softmax_scale,
-                                      dq[4 * group + 2 * half + 1] * params.softmax_scale);
-            }
+        for (int box = 0; box < Traits::kDqBoxes; ++box) {
+            store_box(dq + box * kBoxRegisters, params.softmax_scale,
+                      ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes);
         }
-        if (is_leader()) smem.dq_steps[consumer] = smem.steps[at_q.stage];
+        hand_over(barriers);
+        at_dq.advance();
+    }
+
+    template <int kRegisters>
+    SPLITKV_DEVICE void stage_gradient(const float (&acc)[kRegisters], float factor) {
+        RingBarriers<1>& barriers = smem.out_barriers[consumer];
+        barriers.wait_empty(at_out);
+#pragma unroll
+        for (int box = 0; box < kRegisters / kBoxRegisters; ++box) {
+            store_box(acc + box * kBoxRegisters, factor, out_box_address(smem, consumer, box));
+        }
+        hand_over(barriers);
+        at_out.advance();
+    }
+
+    SPLITKV_DEVICE void hand_over(const RingBarriers<1>& barriers) const {
         ptx::fence_proxy_async();
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barriers.full_address(0));
-        at_dq.advance();
+    }
+
+    // 32 columns of an accumulator [64 rows, columns], scaled, to a box with the 128-byte swizzle.
+    SPLITKV_DEVICE void store_box(const float* acc, float factor, uint32_t box) const {
+        const int row = warp() * 16 + lane() / 4;
+#pragma unroll
+        for (int group = 0; group < kBoxRegisters / 4; ++group) {
+            const int unit = group * 2 + lane() % 4 / 2;  // of 4 columns, 16 bytes
+            const uint32_t target =
+                box + row * kRowBytes + ((unit ^ (row % 8)) << 4) + lane() % 2 * 8;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                ptx::st_shared_v2_f32(target + half * 8 * kRowBytes,
+                                      acc[4 * group + 2 * half] * factor,
+                                      acc[4 * group + 2 * half + 1] * factor);
+            }
+        }
     }
 };
 

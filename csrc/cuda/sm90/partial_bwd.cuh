@@ -21,56 +21,12 @@
 
 namespace splitkv::sm90 {
 
-// Adds the registers of an accumulator [64 keys, columns] to the rows of a gradient. Lanes in pairs
-// swap halves, so that each adds 4 columns of one key: of the thread's first key where its lane is
-// even, else of the second.
-template <int kRegisters>
-SPLITKV_DEVICE void add_to_rows(const float (&acc)[kRegisters], float factor, int first_key,
-                                int kv_head, const Rows& gradient) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const bool is_odd = lane % 2 != 0;
-    const int64_t key = first_key + (is_odd ? 8 : 0);
-    const bool is_valid = key < gradient.rows;
-    float* target = static_cast<float*>(gradient.data) + key * gradient.row_stride +
-                    kv_head * gradient.head_stride + lane % 4 / 2 * 4;
-#pragma unroll
-    for (int group = 0; group < kRegisters / 4; ++group) {
-        const float a = acc[4 * group] * factor;
-        const float b = acc[4 * group + 1] * factor;
-        const float c = acc[4 * group + 2] * factor;
-        const float d = acc[4 * group + 3] * factor;
-        const float first = __shfl_xor_sync(0xffffffffu, is_odd ? a : c, 1);
-        const float second = __shfl_xor_sync(0xffffffffu, is_odd ? b : d, 1);
-        if (!is_valid) continue;
-        if (is_odd) {
-            ptx::red_add_v4_f32(target + 8 * group, first, second, c, d);
-        } else {
-            ptx::red_add_v4_f32(target + 8 * group, a, b, first, second);
-        }
-    }
-}
-
 template <typename Traits>
 SPLITKV_DEVICE void consume_backward(const BackwardKernelParams& params, BackwardSmem<Traits>& smem,
                                      int index) {
     BackwardConsumer<Traits> consumer(params, smem, index);
     KvTileWork work;
-    while (consumer.next_work(&work)) {
-        consumer.accumulate(work);
-        const bool takes_turns = work.turn_index >= 0;
-        if (takes_turns) wait_for_turn(params.part_turns + work.turn_index, work.part);
-        add_to_rows(consumer.dv, 1.0f, consumer.first_key, work.kv_head, params.dv);
-        add_to_rows(consumer.dk, params.softmax_scale, consumer.first_key, work.kv_head, params.dk);
-        if (takes_turns) {
-            __threadfence();
-            ptx::barrier_sync(BackwardConsumer<Traits>::kDsBarrier,
-                              BackwardConsumer<Traits>::kConsumerThreads);
-            if (index == 0 && consumer.is_leader()) {
-                ptx::red_release_gpu_add(params.part_turns + work.turn_index, 1);
-            }
-        }
-    }
-    consumer.finish();
+    while (consumer.next_work(&work)) consumer.run(work);
 }
 
 template <typename Traits>
@@ -83,14 +39,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int warpgroup = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     constexpr int kWarpsPerWarpgroup = kWarpgroupThreads / 32;
     if (threadIdx.x == 0) {
-        smem.work_barriers.init(Traits::kConsumers * kWarpsPerWarpgroup);
+        constexpr int kWriters = 1;
+        smem.work_barriers.init(Traits::kConsumers * kWarpsPerWarpgroup + kWriters);
         smem.k_barriers.init(Traits::kConsumers);
         smem.v_barriers.init(Traits::kConsumers);
         smem.q_barriers.init(Traits::kConsumers);
         smem.dout_barriers.init(Traits::kConsumers);
         for (int i = 0; i < Traits::kConsumers; ++i) {
-            ptx::mbarrier_init(smem.dq_barriers[i].full_address(0), kWarpsPerWarpgroup);
-            ptx::mbarrier_init(smem.dq_barriers[i].empty_address(0), 1);
+            for (const RingBarriers<1>* to_writer : {&smem.dq_barriers[i], &smem.out_barriers[i]}) {
+                ptx::mbarrier_init(to_writer->full_address(0), kWarpsPerWarpgroup);
+                ptx::mbarrier_init(to_writer->empty_address(0), kWriters);
+            }
         }
         ptx::fence_mbarrier_init();
     }
@@ -100,7 +59,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         if (threadIdx.x == 0) {
             BackwardLoader<Traits>(params, smem).run();
         } else if (threadIdx.x == 32) {
-            DqWriter<Traits>(params, smem).run();
+            BackwardWriter<Traits>(params, smem).run();
         }
     } else {
         ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
@@ -123,13 +82,13 @@ BackwardKernelParams make_kernel_params(const BackwardParams& params,
     kernel_params.k = cuda::make_tensor_map("k", params.k, keys);
     kernel_params.v = cuda::make_tensor_map("v", params.v, keys);
     kernel_params.dq = cuda::make_tensor_map("dq", params.dq, {kWarpgroupRows / heads, heads});
+    kernel_params.dk = cuda::make_tensor_map("dk", params.dk, {kWarpgroupRows, 1});
+    kernel_params.dv = cuda::make_tensor_map("dv", params.dv, {kWarpgroupRows, 1});
     kernel_params.items = work.items;
     kernel_params.row_tiles = work.row_tiles;
     kernel_params.segments = work.segments;
     kernel_params.statistics = workspace.statistics;
     kernel_params.limits = workspace.limits;
-    kernel_params.dk = params.dk;
-    kernel_params.dv = params.dv;
     kernel_params.counter = workspace.counter;
     kernel_params.part_turns = workspace.part_turns;
     kernel_params.dq_turns = workspace.dq_turns;
