@@ -20,7 +20,7 @@ PYTEST_LIMIT_S ?= 1200
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CUDA_SOURCES := $(shell find csrc -name '*.cu')
 CUDA_OBJECTS := $(CUDA_SOURCES:%.cu=build/cuda/%.o)
-CUDA_ARCH ?= sm_90a
+CUDA_GENCODE ?= arch=compute_90a,code=sm_90a
 INSTALLED := .venv/installed
 
 .PHONY: example test build venv lint format isa cuda clean
@@ -66,7 +66,7 @@ isa: build
 	    exit 1
 	fi
 
-# Compiles the CUDA sources where nvcc is, with or without a GPU.
+# Compiles the CUDA sources where nvcc is, with or without a GPU, and reads what ptxas says of them.
 ifeq ($(CUDA_SOURCES),)
 cuda:
 	@echo "cuda: no CUDA sources"
@@ -74,12 +74,15 @@ else ifeq ($(shell command -v nvcc),)
 cuda:
 	@echo "cuda: NOT CHECKED, there is no nvcc on this machine"
 else
-cuda: $(CUDA_OBJECTS)
+cuda: venv $(CUDA_OBJECTS)
+	@python tools/check_ptxas.py $(CUDA_OBJECTS:.o=.log)
 endif
 
 build/cuda/%.o: %.cu
 	mkdir -p $(@D)
-	nvcc -std=c++17 -O3 -arch=$(CUDA_ARCH) -Icsrc -Xptxas -v -MMD -MP -c $< -o $@
+	log=$(@:.o=.log)
+	nvcc -std=c++17 -O3 -gencode=$(CUDA_GENCODE) -Icsrc -Xptxas -v -MMD -MP -c $< -o $@ \
+	    >$$log 2>&1 || { cat $$log; exit 1; }
 
 -include $(CUDA_OBJECTS:.o=.d)
 

@@ -59,7 +59,8 @@ class CMakeBuild(build_ext):
         # Not sys.executable: python and python3 of one environment are the same interpreter.
         interpreter = [sys.prefix, sys.version]
         cmake = find_tool("cmake")
-        key = "\n".join([cmake, *interpreter, pybind11.__version__, *tools.values()])
+        nvcc = shutil.which("nvcc") or "no nvcc"  # CUDA kernels join when it appears
+        key = "\n".join([cmake, nvcc, *interpreter, pybind11.__version__, *tools.values()])
         key_file = self.cmake_dir / "tools.txt"
         is_same = key_file.exists() and key_file.read_text() == key
         self.cmake_dir.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
 """Native attention kernels: see csrc/attention/params.h for the meaning of every argument."""
 
+from collections.abc import Sequence
+
 class DType:
     float32: DType
     bfloat16: DType
@@ -31,6 +33,7 @@ class Launch:
         workspace: int,
         workspace_bytes: int,
         num_threads: int,
+        device_index: int,
     ) -> None: ...
 
 def forward_workspace_bytes(*, head_dim_qk: int, head_dim_v: int, num_threads: int) -> int: ...
@@ -77,3 +80,92 @@ def merge(
 def cpu_isas() -> str: ...
 def current_cpu_isa() -> str: ...
 def force_cpu_isa(name: str) -> None: ...
+
+class ForwardWork:
+    def __init__(
+        self,
+        *,
+        kv_begin: int,
+        kv_end: int,
+        num_rows: int,
+        num_keys: int,
+        num_heads_q: int,
+        num_heads_kv: int,
+        head_dim_qk: int,
+        head_dim_v: int,
+        num_sms: int,
+    ) -> None: ...
+    @property
+    def num_ints(self) -> int: ...
+    @property
+    def shape(self) -> list[int]: ...
+    def write(self, target: int) -> None: ...
+
+class BackwardWork:
+    def __init__(
+        self,
+        *,
+        kv_begin: int,
+        kv_end: int,
+        num_rows: int,
+        num_keys: int,
+        num_heads_q: int,
+        num_heads_kv: int,
+        head_dim_qk: int,
+        head_dim_v: int,
+        num_sms: int,
+        is_deterministic: bool,
+    ) -> None: ...
+    @property
+    def num_ints(self) -> int: ...
+    @property
+    def shape(self) -> list[int]: ...
+    def write(self, target: int) -> None: ...
+
+def has_cuda_kernels() -> bool: ...
+def cuda_forward_workspace_bytes(work_shape: Sequence[int]) -> int: ...
+def cuda_forward(
+    *,
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    kv_begin: int,
+    kv_end: int,
+    out: Rows,
+    lse: Rows,
+    softmax_scale: float,
+    work: int,
+    work_shape: Sequence[int],
+    launch: Launch,
+) -> None: ...
+def cuda_backward_workspace_bytes(work_shape: Sequence[int]) -> int: ...
+def cuda_backward(
+    *,
+    dout: Rows,
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    lse: Rows,
+    delta: Rows,
+    kv_begin: int,
+    kv_end: int,
+    dq: Rows,
+    dk: Rows,
+    dv: Rows,
+    softmax_scale: float,
+    work: int,
+    work_shape: Sequence[int],
+    launch: Launch,
+) -> None: ...
+def cuda_merge(
+    *,
+    out: Rows,
+    lse: Rows,
+    part_out: Rows,
+    part_lse: Rows,
+    part_ptr: int,
+    part_slots: int,
+    num_slots: int,
+    launch: Launch,
+) -> None: ...
+def cuda_row_dot(*, a: Rows, b: Rows, sums: Rows, launch: Launch) -> None: ...

@@ -23,6 +23,7 @@ from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import ExchangeStage, KeyIntervals, ShardLayout
 from megatron_splitkv.ops.merge import merge_partials_
 from megatron_splitkv.ops.partial_attention import partial_attention, partial_attention_backward
+from megatron_splitkv.ops.work_lists import WorkLists
 
 _WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -40,6 +41,9 @@ class SplitKVContext:
     layout: ShardLayout
     transport: Transport | None
     config: SplitKVConfig = field(default_factory=SplitKVConfig)
+    _work: dict[KeyIntervals, WorkLists] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         layout, group = self.layout, self.transport
@@ -50,6 +54,17 @@ class SplitKVContext:
                 f"layout is for rank {layout.cp_rank} of cp_size={layout.cp_size}, but got {got}; "
                 "pass the transport of the context-parallel group that the plan was made for"
             )
+
+    def work_on(self, seen: KeyIntervals) -> WorkLists:
+        """What the kernels do for these intervals, worked out once for all layers."""
+        work = self._work.get(seen)
+        if work is None:
+            work = self._work[seen] = WorkLists(
+                seen.begin_on_host,
+                seen.end_on_host,
+                is_deterministic=torch.are_deterministic_algorithms_enabled(),
+            )
+        return work
 
 
 def splitkv_attention(
@@ -219,8 +234,9 @@ def _forward(
 
     def attend(rows: Tensor, to: _KeysValues, seen: KeyIntervals) -> tuple[Tensor, Tensor]:
         return partial_attention(
-            rows, to.k, to.v, seen.begin, seen.end, softmax_scale=call.softmax_scale
-        )
+            rows, to.k, to.v, seen.begin, seen.end,
+            softmax_scale=call.softmax_scale, work=call.context.work_on(seen),
+        )  # fmt: skip
 
     def attend_own() -> None:
         for merged, partial in zip((out, lse), attend(q, keys, layout.own), strict=True):
@@ -265,7 +281,7 @@ def _backward(
     ) -> Tensor:
         return partial_attention_backward(
             part.dout, part.q, to.k, to.v, part.lse, part.delta, seen.begin, seen.end, *gradients,
-            softmax_scale=call.softmax_scale,
+            softmax_scale=call.softmax_scale, work=call.context.work_on(seen),
         )  # fmt: skip
 
     def attend_own() -> None:

@@ -60,3 +60,24 @@ GRADIENT_BY_DTYPE = {
     torch.bfloat16: Tolerance(rel_l2=4e-3, worst_row=3e-2),
     torch.float16: Tolerance(rel_l2=5e-4, worst_row=4e-3),
 }
+
+# The tensor cores take probabilities rounded to the dtype of the inputs, by 2^-9 (bf16) or 2^-12
+# (fp16) of each, at most, independently: about that much over sqrt(3) of the result.
+CUDA_BF16 = Tolerance(rel_l2=3e-3, worst_row=8e-3)
+CUDA_FP16 = Tolerance(rel_l2=5e-4, worst_row=1.2e-3)
+
+# Probabilities and ds, each rounded to the dtype of the inputs, as above; ds also cancels in rows
+# that see few keys. zero: where every row sees one key, ds = p * (dp - delta) is the rounding of an
+# fp32 logit of size 10 times a dp of size sqrt(Dv), summed over the rows.
+CUDA_BACKWARD_BY_DTYPE = {
+    torch.bfloat16: Tolerance(rel_l2=5e-3, worst_row=3e-2, zero=2e-3),
+    torch.float16: Tolerance(rel_l2=1e-3, worst_row=5e-3, zero=2e-3),
+}
+
+# Sums of 16-bit products in fp32 and hardware exponentials of 2^-22.
+CUDA_LSE_ABS = 1e-5
+
+
+def cuda_forward(in_dtype: torch.dtype, out_dtype: torch.dtype) -> Tolerance:
+    """Of the forward on CUDA: the coarser of the two roundings decides."""
+    return CUDA_BF16 if torch.bfloat16 in (in_dtype, out_dtype) else CUDA_FP16

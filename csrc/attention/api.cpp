@@ -1,34 +1,11 @@
 #include "attention/api.h"
 
+#include "attention/checks.h"
 #include "common/check.h"
 #include "cpu/backend.h"
 
 namespace splitkv {
 namespace {
-
-constexpr int64_t kMaxHeadDim = 512;
-
-void check_shape(const char* name, const Rows& tensor, int64_t rows, int64_t heads, int64_t dim) {
-    SPLITKV_CHECK(tensor.rows == rows && tensor.heads == heads && tensor.dim == dim, name,
-                  " has shape [", tensor.rows, ", ", tensor.heads, ", ", tensor.dim, "], needs [",
-                  rows, ", ", heads, ", ", dim, "]");
-}
-
-void check_float32(const char* name, const Rows& tensor) {
-    SPLITKV_CHECK(tensor.dtype == DType::kFloat32, name, " must be float32");
-}
-
-void check_inputs(const Rows& q, const Rows& k, const Rows& v) {
-    SPLITKV_CHECK(q.dim >= 1 && q.dim <= kMaxHeadDim, "q has head_dim ", q.dim, ", needs 1 to ",
-                  kMaxHeadDim);
-    SPLITKV_CHECK(v.dim >= 1 && v.dim <= kMaxHeadDim, "v has head_dim ", v.dim, ", needs 1 to ",
-                  kMaxHeadDim);
-    SPLITKV_CHECK(k.heads >= 1 && q.heads % k.heads == 0, "q has ", q.heads,
-                  " heads, needs a multiple of the ", k.heads, " heads of k");
-    check_shape("k", k, k.rows, k.heads, q.dim);
-    check_shape("v", v, k.rows, k.heads, v.dim);
-    SPLITKV_CHECK(k.dtype == q.dtype && v.dtype == q.dtype, "q, k and v differ in dtype");
-}
 
 void check_intervals(const int32_t* begin, const int32_t* end, int64_t rows, int64_t num_keys) {
     for (int64_t row = 0; row < rows; ++row) {
@@ -39,7 +16,8 @@ void check_intervals(const int32_t* begin, const int32_t* end, int64_t rows, int
 }
 
 void check_launch(const Launch& launch, int64_t workspace_bytes) {
-    SPLITKV_CHECK(launch.device == Device::kCpu, "this build holds CPU kernels only");
+    SPLITKV_CHECK(launch.device == Device::kCpu,
+                  "tensors are not on the CPU; call the cuda_ functions");
     SPLITKV_CHECK(launch.num_threads >= 1, "num_threads=", launch.num_threads,
                   ", needs at least 1");
     SPLITKV_CHECK(launch.workspace_bytes >= workspace_bytes, "workspace holds ",

@@ -5,12 +5,14 @@
 #include <string>
 
 #include "attention/api.h"
+#include "attention/bindings_cuda.h"
 #include "cpu/backend.h"
 
 namespace py = pybind11;
 
 namespace {
 
+using splitkv::as_pointer;
 using splitkv::BackwardParams;
 using splitkv::Device;
 using splitkv::DType;
@@ -18,11 +20,6 @@ using splitkv::ForwardParams;
 using splitkv::Launch;
 using splitkv::MergeParams;
 using splitkv::Rows;
-
-template <typename T>
-T* as_pointer(uintptr_t address) {
-    return reinterpret_cast<T*>(address);
-}
 
 void bind_structs(py::module_& m) {
     py::enum_<DType>(m, "DType")
@@ -49,17 +46,18 @@ void bind_structs(py::module_& m) {
 
     py::class_<Launch>(m, "Launch")
         .def(py::init([](Device device, uintptr_t stream, uintptr_t workspace,
-                         int64_t workspace_bytes, int32_t num_threads) {
+                         int64_t workspace_bytes, int32_t num_threads, int32_t device_index) {
                  Launch launch{};
                  launch.device = device;
                  launch.stream = as_pointer<void>(stream);
                  launch.workspace = as_pointer<void>(workspace);
                  launch.workspace_bytes = workspace_bytes;
                  launch.num_threads = num_threads;
+                 launch.device_index = device_index;
                  return launch;
              }),
              py::kw_only(), py::arg("device"), py::arg("stream"), py::arg("workspace"),
-             py::arg("workspace_bytes"), py::arg("num_threads"));
+             py::arg("workspace_bytes"), py::arg("num_threads"), py::arg("device_index"));
 }
 
 void bind_ops(py::module_& m) {
@@ -137,6 +135,7 @@ PYBIND11_MODULE(_kernels, m) {
     m.doc() = "Attention kernels of megatron_splitkv: partial forward, backward, merge";
     bind_structs(m);
     bind_ops(m);
+    splitkv::bind_cuda(m);
     m.def("cpu_isas", &splitkv::cpu::isa_names,
           "Instruction sets this machine can run, best first, parted by spaces");
     m.def("current_cpu_isa", &splitkv::cpu::current_isa_name, "The instruction set in use");

@@ -28,7 +28,8 @@ struct Launch {
     void* stream;             // cudaStream_t; nullptr on the CPU
     void* workspace;          // scratch memory, any alignment; nullptr when workspace_bytes is 0
     int64_t workspace_bytes;  // at least what the op's *_workspace_bytes function asked for
-    int32_t num_threads;      // CPU threads to use, at least 1
+    int32_t num_threads;      // CPU threads to use, at least 1; unused on CUDA
+    int32_t device_index;     // CUDA device; 0 on the CPU
 };
 
 // out, lse = attention of each query row over its own interval of the keys.

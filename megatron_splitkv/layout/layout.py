@@ -18,10 +18,18 @@ class KeyIntervals:
 
     Attributes:
         begin, end: `[R]` int32; a row with `begin >= end` sees nothing.
+        begin_on_host, end_on_host: the same on the CPU, where kernels plan their work.
     """
 
     begin: Tensor
     end: Tensor
+    begin_on_host: Tensor
+    end_on_host: Tensor
+
+    @classmethod
+    def on_host(cls, begin: Tensor, end: Tensor) -> Self:
+        """Intervals whose tensors are all on the CPU."""
+        return cls(begin=begin, end=end, begin_on_host=begin, end_on_host=end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,14 +92,17 @@ class ShardLayout:
         return self.kv_index.numel()
 
     def to(self, device: torch.device | str) -> Self:
-        """The same layout with every tensor on `device`."""
+        """The same layout with its tensors on `device`, except those that stay on the host."""
         return _to_device(self, torch.device(device))
 
 
 def _to_device[T](value: T, device: torch.device) -> T:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)  # type: ignore[return-value]
-    if isinstance(value, KeyIntervals | ExchangeStage | ShardLayout):
+    if isinstance(value, KeyIntervals):
+        begin, end = (_to_device(x, device) for x in (value.begin, value.end))
+        return replace(value, begin=begin, end=end)
+    if isinstance(value, ExchangeStage | ShardLayout):
         moved = {f.name: _to_device(getattr(value, f.name), device) for f in fields(value)}
         return replace(value, **moved)
     if isinstance(value, tuple):
@@ -163,9 +174,8 @@ class _StageBuilder:
     def intervals(self, rows: Int64Array) -> KeyIntervals:
         """Local key ranges of query rows given by their index in the query stream."""
         bounds = np.searchsorted(self.kv_index, self.row_intervals[rows]).astype(np.int32)
-        return KeyIntervals(
-            begin=torch.from_numpy(bounds[:, 0].copy()), end=torch.from_numpy(bounds[:, 1].copy())
-        )
+        begin, end = (torch.from_numpy(bounds[:, i].copy()) for i in (0, 1))
+        return KeyIntervals.on_host(begin, end)
 
     def stages(self, owned: Int64Array, num_stages: int) -> tuple[ExchangeStage, ...]:
         distances = np.arange(1, self.cp_size)
@@ -206,4 +216,4 @@ def _block_intervals(queries: Queries, num_rows: int) -> KeyIntervals | None:
         return None
     size = queries.rows_per_anchor
     begin = torch.arange(num_rows, dtype=torch.int32) // size * size
-    return KeyIntervals(begin=begin, end=begin + size)
+    return KeyIntervals.on_host(begin, begin + size)

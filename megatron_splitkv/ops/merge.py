@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
+from megatron_splitkv.ops.cuda import cuda_launch
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     OP_NAMESPACE,
@@ -105,4 +106,25 @@ def _merge_cpu(
         part_slots=part_slots.data_ptr(),
         num_slots=len(part_slots),
         launch=cpu_launch(None),
+    )
+
+
+@torch.library.impl(_MERGE, "cuda")
+def _merge_cuda(
+    out: Tensor,
+    lse: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    part_ptr: Tensor,
+    part_slots: Tensor,
+) -> None:
+    _kernels.cuda_merge(
+        out=as_rows(out),
+        lse=as_rows(lse),
+        part_out=as_rows(part_out),
+        part_lse=as_rows(part_lse),
+        part_ptr=part_ptr.data_ptr(),
+        part_slots=part_slots.data_ptr(),
+        num_slots=len(part_slots),
+        launch=cuda_launch(out.device, None),
     )

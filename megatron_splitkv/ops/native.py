@@ -71,22 +71,23 @@ def check_no_grad(op: str, **tensors: Tensor) -> None:
 def refusal(op: str, tensor: Tensor) -> UnsupportedError:
     """The error of an op on a device for which no kernel is registered."""
     return UnsupportedError(
-        f"{op} got tensors on {tensor.device}, needs a device with kernels, which is the CPU in "
-        f"this build; move the tensors to the CPU or use megatron_splitkv.ops.reference.{op}"
+        f"{op} got tensors on {tensor.device}, needs a device with kernels, CPU or CUDA; move "
+        f"the tensors there or use megatron_splitkv.ops.reference.{op}"
     )
 
 
 def as_rows(tensor: Tensor) -> _kernels.Rows:
     """A `[rows, heads, dim]` or `[rows, heads]` tensor as the kernels see it: its address."""
-    rows, heads = tensor.shape[:2]
+    rows, heads, *dim = tensor.shape
+    row_stride, head_stride, *_ = tensor.stride()
     return _kernels.Rows(
         data=tensor.data_ptr(),
         dtype=_NATIVE_DTYPES[tensor.dtype],
         rows=rows,
         heads=heads,
-        dim=tensor.shape[2] if tensor.dim() == 3 else 1,
-        row_stride=tensor.stride(0),
-        head_stride=tensor.stride(1),
+        dim=dim[0] if dim else 1,
+        row_stride=row_stride,
+        head_stride=head_stride,
     )
 
 
@@ -101,4 +102,5 @@ def cpu_launch(workspace: Tensor | None) -> _kernels.Launch:
         workspace=0 if workspace is None else workspace.data_ptr(),
         workspace_bytes=0 if workspace is None else workspace.numel(),
         num_threads=torch.get_num_threads(),
+        device_index=0,
     )

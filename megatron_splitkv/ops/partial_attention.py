@@ -5,10 +5,13 @@ head h reads KV head `h // (Hq // Hkv)`. Autograd lives in `attention.py`, not h
 the backward is that of the merged result, which a single partial does not know.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
+from megatron_splitkv.ops.cuda import backward_work, cuda_launch, forward_work, loadable
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     OP_NAMESPACE,
@@ -18,6 +21,7 @@ from megatron_splitkv.ops.native import (
     cpu_launch,
     refusal,
 )
+from megatron_splitkv.ops.work_lists import WorkLists
 
 MAX_HEAD_DIM = 512
 
@@ -27,12 +31,13 @@ _BACKWARD = f"{OP_NAMESPACE}::partial_attention_backward"
 torch.library.define(
     _FORWARD,
     "(Tensor q, Tensor k, Tensor v, Tensor kv_begin, Tensor kv_end, *, float softmax_scale, "
-    "ScalarType out_dtype) -> (Tensor, Tensor)",
+    "ScalarType out_dtype, Tensor? work=None, int[] work_shape=[]) -> (Tensor, Tensor)",
 )
 torch.library.define(
     _BACKWARD,
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor kv_begin, "
-    "Tensor kv_end, Tensor(a!) dk, Tensor(b!) dv, *, float softmax_scale) -> Tensor",
+    "Tensor kv_end, Tensor(a!) dk, Tensor(b!) dv, *, float softmax_scale, Tensor? work=None, "
+    "int[] work_shape=[]) -> Tensor",
 )
 
 
@@ -45,11 +50,13 @@ def partial_attention(
     *,
     softmax_scale: float,
     out_dtype: torch.dtype = torch.float32,
+    work: WorkLists | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each query row over its own interval of the local keys.
 
-    The result is bitwise the same for any number of threads. Keys and values that no row sees, and
-    query rows that see no key, are never read and may hold NaN.
+    The result is bitwise the same for any number of threads, and from run to run on a GPU. Query
+    rows that see no key, and keys that no row sees, may hold NaN. Values that no row sees may, too,
+    on the CPU; on CUDA they must be finite.
 
     Args:
         q: query rows, `[Tq, Hq, D]`, fp32, bf16 or fp16; last dimension contiguous, D <= 512.
@@ -59,21 +66,32 @@ def partial_attention(
         kv_end: one past the last visible key of each row, `[Tq]`, int32.
         softmax_scale: factor of the logits `q . k`.
         out_dtype: fp32, bf16 or fp16; accumulation is fp32 in any case.
+        work: work lists made from the same intervals, needed on CUDA alone.
     Returns:
         out `[Tq, Hq, Dv]` in out_dtype and lse `[Tq, Hq]` fp32, natural log. A row that sees no
         key has out = 0 and lse = -inf.
     Raises:
         ValueError: shapes, dtypes, devices or strides disagree, an interval leaves `[0, Tk)`, or
             an argument requires a gradient (see `attention.py` for the op that has one).
-        UnsupportedError: there is no kernel for the device of q.
+        UnsupportedError: there is no kernel for the device of q, or on CUDA for its dtype or the
+            head dims.
     Source: online softmax, Milakov and Gimelshein 2018; tiling, FlashAttention, Dao et al. 2022.
     """
     _check_attention_inputs(q, k, v, kv_begin, kv_end)
     check_no_grad("partial_attention", q=q, k=k, v=v)
     if out_dtype not in INPUT_DTYPES:
         raise ValueError(f"out_dtype={out_dtype} must be float32, bfloat16 or float16")
+    on_device = forward_work(q, k, v, work) if q.is_cuda else None
     return torch.ops.megatron_splitkv.partial_attention.default(
-        q, k, v, kv_begin, kv_end, softmax_scale=softmax_scale, out_dtype=out_dtype
+        q,
+        k,
+        v,
+        kv_begin,
+        kv_end,
+        softmax_scale=softmax_scale,
+        out_dtype=out_dtype,
+        work=None if on_device is None else on_device.items,
+        work_shape=() if on_device is None else on_device.shape,
     )
 
 
@@ -90,12 +108,17 @@ def partial_attention_backward(
     dv: Tensor,
     *,
     softmax_scale: float,
+    work: WorkLists | None = None,
 ) -> Tensor:
     """Gradients of the merged attention that flow through the local keys.
 
     With p = exp(softmax_scale * q.k - lse) and ds = p * (dout.v - delta): dq = softmax_scale * ds.k
     is returned, `dk += softmax_scale * ds^T.q` and `dv += p^T.dout` are added in place. Summing dq
-    over the partials gives the gradient of the whole. Bitwise the same for any number of threads.
+    over the partials gives the gradient of the whole.
+
+    Bitwise the same for any number of threads. On a GPU dk and dv are the same from run to run, and
+    so is dq if the work lists say `is_deterministic`; there every row of q, k, v and dout must be
+    finite, also those that are not seen or see nothing.
 
     Args:
         dout: gradient of the merged output, `[Tq, Hq, Dv]`, fp32, bf16 or fp16.
@@ -109,13 +132,15 @@ def partial_attention_backward(
         dk: `[Tk, Hkv, D]`, fp32, accumulated into.
         dv: `[Tk, Hkv, Dv]`, fp32, accumulated into.
         softmax_scale: factor of the logits, as in the forward.
+        work: work lists made from the same intervals, needed on CUDA alone.
     Returns:
         dq `[Tq, Hq, D]`, fp32; 0 for a row that sees no local key or has lse = -inf, whose q and
-        dout are never read.
+        dout are never read on the CPU.
     Raises:
         ValueError: shapes, dtypes, devices or strides disagree, an interval leaves `[0, Tk)`, or
             an argument requires a gradient (see `attention.py` for the op that has one).
-        UnsupportedError: there is no kernel for the device of q.
+        UnsupportedError: there is no kernel for the device of q, or on CUDA for its dtype or the
+            head dims.
     """
     _check_attention_inputs(q, k, v, kv_begin, kv_end)
     num_rows, num_heads_q, head_dim_qk = q.shape
@@ -131,8 +156,21 @@ def partial_attention_backward(
     for name, tensor, shape, dtypes in shapes:
         check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=q.device)
     check_no_grad("partial_attention_backward", dout=dout, q=q, k=k, v=v)
+    on_device = backward_work(q, k, v, work) if q.is_cuda else None
     return torch.ops.megatron_splitkv.partial_attention_backward.default(
-        dout, q, k, v, lse, delta, kv_begin, kv_end, dk, dv, softmax_scale=softmax_scale
+        dout,
+        q,
+        k,
+        v,
+        lse,
+        delta,
+        kv_begin,
+        kv_end,
+        dk,
+        dv,
+        softmax_scale=softmax_scale,
+        work=None if on_device is None else on_device.items,
+        work_shape=() if on_device is None else on_device.shape,
     )
 
 
@@ -166,6 +204,8 @@ def _forward_fake(
     *,
     softmax_scale: float,
     out_dtype: torch.dtype,
+    work: Tensor | None = None,
+    work_shape: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     num_rows, num_heads_q, _ = q.shape
     out = q.new_empty((num_rows, num_heads_q, v.shape[-1]), dtype=out_dtype)
@@ -188,6 +228,8 @@ def _backward_fake(
     dv: Tensor,
     *,
     softmax_scale: float,
+    work: Tensor | None = None,
+    work_shape: Sequence[int] = (),
 ) -> Tensor:
     return q.new_empty(q.shape, dtype=torch.float32)
 
@@ -215,6 +257,8 @@ def _forward_cpu(
     *,
     softmax_scale: float,
     out_dtype: torch.dtype,
+    work: Tensor | None = None,
+    work_shape: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     num_rows, num_heads_q, head_dim_qk = q.shape
     head_dim_v = v.shape[-1]
@@ -238,6 +282,41 @@ def _forward_cpu(
     return out, lse
 
 
+@torch.library.impl(_FORWARD, "cuda")
+def _forward_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    *,
+    softmax_scale: float,
+    out_dtype: torch.dtype,
+    work: Tensor | None = None,
+    work_shape: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
+    assert work is not None, "partial_attention passes the work list"
+    num_rows, num_heads_q, _ = q.shape
+    out = q.new_empty((num_rows, num_heads_q, v.shape[2]), dtype=out_dtype)
+    lse = q.new_empty((num_rows, num_heads_q), dtype=torch.float32)
+    num_bytes = _kernels.cuda_forward_workspace_bytes(work_shape)
+    workspace = q.new_empty(num_bytes, dtype=torch.uint8)
+    _kernels.cuda_forward(
+        q=as_rows(q),
+        k=as_rows(k),
+        v=as_rows(v),
+        kv_begin=kv_begin.data_ptr(),
+        kv_end=kv_end.data_ptr(),
+        out=as_rows(out),
+        lse=as_rows(lse),
+        softmax_scale=softmax_scale,
+        work=work.data_ptr(),
+        work_shape=work_shape,
+        launch=cuda_launch(q.device, workspace),
+    )
+    return out, lse
+
+
 @torch.library.impl(_BACKWARD, "cpu")
 def _backward_cpu(
     dout: Tensor,
@@ -252,6 +331,8 @@ def _backward_cpu(
     dv: Tensor,
     *,
     softmax_scale: float,
+    work: Tensor | None = None,
+    work_shape: Sequence[int] = (),
 ) -> Tensor:
     dq = torch.empty(q.shape, dtype=torch.float32)
     num_bytes = _kernels.backward_workspace_bytes(
@@ -272,5 +353,46 @@ def _backward_cpu(
         dv=as_rows(dv),
         softmax_scale=softmax_scale,
         launch=cpu_launch(workspace),
+    )
+    return dq
+
+
+@torch.library.impl(_BACKWARD, "cuda")
+def _backward_cuda(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    softmax_scale: float,
+    work: Tensor | None = None,
+    work_shape: Sequence[int] = (),
+) -> Tensor:
+    assert work is not None, "partial_attention_backward passes the work list"
+    dq = q.new_empty(q.shape, dtype=torch.float32)
+    num_bytes = _kernels.cuda_backward_workspace_bytes(work_shape)
+    workspace = q.new_empty(num_bytes, dtype=torch.uint8)
+    _kernels.cuda_backward(
+        dout=as_rows(loadable(dout, q.dtype)),
+        q=as_rows(q),
+        k=as_rows(k),
+        v=as_rows(v),
+        lse=as_rows(lse),
+        delta=as_rows(delta),
+        kv_begin=kv_begin.data_ptr(),
+        kv_end=kv_end.data_ptr(),
+        dq=as_rows(dq),
+        dk=as_rows(dk),
+        dv=as_rows(dv),
+        softmax_scale=softmax_scale,
+        work=work.data_ptr(),
+        work_shape=work_shape,
+        launch=cuda_launch(q.device, workspace),
     )
     return dq

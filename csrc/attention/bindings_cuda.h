@@ -1,0 +1,17 @@
+// The CUDA half of the bindings; present in every build, so that callers can ask what there is.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace splitkv {
+
+template <typename T>
+T* as_pointer(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+void bind_cuda(pybind11::module_& m);
+
+}  // namespace splitkv

@@ -1,0 +1,33 @@
+// The CUDA backend as the bindings see it. Each function checks its arguments, then launches on the
+// given stream and returns: no synchronization, no allocation, capturable in a CUDA graph.
+// Errors: std::invalid_argument with the values, before anything is launched.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/params.h"
+#include "cuda/backward_work.h"
+#include "cuda/forward_work.h"
+
+namespace splitkv::cuda {
+
+// False in a build without nvcc, where every function below throws.
+bool is_built();
+
+int64_t forward_workspace_bytes(const ForwardWorkShape& shape);
+
+// `work` is the device copy of a ForwardWork: its items, then its merge rows.
+void forward(const ForwardParams& params, const int32_t* work, const ForwardWorkShape& shape);
+
+int64_t backward_workspace_bytes(const BackwardWorkShape& shape);
+
+// `work` is the device copy of a BackwardWork: its items, row tiles, then segments. dq must be
+// contiguous and dout have the dtype of q.
+void backward(const BackwardParams& params, const int32_t* work, const BackwardWorkShape& shape);
+
+void merge(const MergeParams& params);
+
+// sums[row, head] = sum over dim of a * b, fp32: delta, from dout and the merged out.
+void row_dot(const Rows& a, const Rows& b, const Rows& sums, const Launch& launch);
+
+}  // namespace splitkv::cuda

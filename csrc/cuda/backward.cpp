@@ -1,0 +1,143 @@
+// Backward of partial attention on CUDA: checks, workspace, and the kernels.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "attention/checks.h"
+#include "cuda/backend.h"
+#include "cuda/launch.h"
+#include "cuda/sm90/partial_bwd.h"
+
+namespace splitkv::cuda {
+namespace {
+
+constexpr int64_t kAlignment = 256;  // bytes; of each array in the workspace
+
+int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Offsets of the arrays in the workspace, in bytes from its first aligned address. Counters come
+// first, so that one memset clears them.
+struct WorkspaceLayout {
+    int64_t part_turns;
+    int64_t dq_turns;
+    int64_t counters_end;
+    int64_t statistics;
+    int64_t limits;
+    int64_t end;
+};
+
+WorkspaceLayout workspace_layout(const BackwardWorkShape& shape) {
+    constexpr auto kWord = static_cast<int64_t>(sizeof(int32_t));
+    const int64_t tile_rows =
+        sm90::backward_tile(static_cast<int>(shape.head_dim_qk), static_cast<int>(shape.head_dim_v))
+            .rows;
+    const int64_t num_tiles = shape.num_row_tiles * (shape.num_heads_q / shape.heads_per_tile);
+    WorkspaceLayout layout{};
+    layout.part_turns = kWord;
+    layout.dq_turns = layout.part_turns + shape.num_splits * shape.num_heads_kv * kWord;
+    layout.counters_end = layout.dq_turns + (shape.is_deterministic ? num_tiles * kWord : 0);
+    layout.statistics = aligned(layout.counters_end);
+    layout.limits = layout.statistics + num_tiles * 2 * tile_rows * kWord;
+    layout.end = layout.limits + shape.num_row_tiles * 2 * tile_rows * kWord;
+    return layout;
+}
+
+void check_rows(const BackwardParams& params) {
+    const Rows& q = params.q;
+    check_inputs(q, params.k, params.v);
+    check_shape("dout", params.dout, q.rows, q.heads, params.v.dim);
+    check_shape("lse", params.lse, q.rows, q.heads, 1);
+    check_shape("delta", params.delta, q.rows, q.heads, 1);
+    check_shape("dq", params.dq, q.rows, q.heads, q.dim);
+    check_shape("dk", params.dk, params.k.rows, params.k.heads, q.dim);
+    check_shape("dv", params.dv, params.k.rows, params.k.heads, params.v.dim);
+    for (const auto& [name, tensor] : {std::pair<const char*, const Rows&>{"lse", params.lse},
+                                       {"delta", params.delta},
+                                       {"dq", params.dq},
+                                       {"dk", params.dk},
+                                       {"dv", params.dv}}) {
+        check_float32(name, tensor);
+    }
+    SPLITKV_CHECK(q.dtype != DType::kFloat32, "q is float32, needs bfloat16 or float16 on CUDA");
+    SPLITKV_CHECK(params.dout.dtype == q.dtype, "dout and q differ in dtype");
+    SPLITKV_CHECK(params.softmax_scale > 0.0f, "softmax_scale=", params.softmax_scale,
+                  " must be positive on CUDA");
+    SPLITKV_CHECK(
+        q.rows <= 1 || (params.dq.head_stride == q.dim && params.dq.row_stride == q.heads * q.dim),
+        "dq must be contiguous");
+}
+
+// Added to four values at a time.
+void check_alignment(const char* name, const Rows& tensor) {
+    constexpr int64_t kVector = 4;
+    SPLITKV_CHECK(reinterpret_cast<int64_t>(tensor.data) % (kVector * 4) == 0 &&
+                      tensor.row_stride % kVector == 0 && tensor.head_stride % kVector == 0,
+                  name, " has strides of ", tensor.row_stride, " and ", tensor.head_stride,
+                  " values, needs multiples of 4 and an address that is one of 16 bytes; pass ",
+                  name, ".contiguous()");
+}
+
+void check_call(const BackwardParams& params, const BackwardWorkShape& shape) {
+    check_rows(params);
+    check_alignment("dk", params.dk);
+    check_alignment("dv", params.dv);
+    const Rows& q = params.q;
+    SPLITKV_CHECK(shape.num_rows == q.rows && shape.num_keys == params.k.rows &&
+                      shape.num_heads_q == q.heads && shape.num_heads_kv == params.k.heads &&
+                      shape.head_dim_qk == q.dim && shape.head_dim_v == params.v.dim,
+                  "the work list was made for ", shape.num_rows, " rows, ", shape.num_keys,
+                  " keys, ", shape.num_heads_q, "/", shape.num_heads_kv, " heads, head dims (",
+                  shape.head_dim_qk, ", ", shape.head_dim_v, "), but q is [", q.rows, ", ", q.heads,
+                  ", ", q.dim, "] and v is [", params.k.rows, ", ", params.k.heads, ", ",
+                  params.v.dim, "]");
+    SPLITKV_CHECK(params.launch.workspace_bytes >= backward_workspace_bytes(shape),
+                  "workspace holds ", params.launch.workspace_bytes, " bytes, needs ",
+                  backward_workspace_bytes(shape));
+}
+
+sm90::BackwardWorkspace make_workspace(const BackwardWorkShape& shape,
+                                       const WorkspaceLayout& layout, char* base) {
+    sm90::BackwardWorkspace workspace{};
+    workspace.counter = reinterpret_cast<int32_t*>(base);
+    workspace.part_turns = reinterpret_cast<int32_t*>(base + layout.part_turns);
+    workspace.dq_turns =
+        shape.is_deterministic ? reinterpret_cast<int32_t*>(base + layout.dq_turns) : nullptr;
+    workspace.statistics = reinterpret_cast<float*>(base + layout.statistics);
+    workspace.limits = reinterpret_cast<int32_t*>(base + layout.limits);
+    return workspace;
+}
+
+}  // namespace
+
+int64_t backward_workspace_bytes(const BackwardWorkShape& shape) {
+    return workspace_layout(shape).end + kAlignment;
+}
+
+void backward(const BackwardParams& params, const int32_t* work, const BackwardWorkShape& shape) {
+    check_call(params, shape);
+    const Rows& dq = params.dq;
+    if (dq.rows * dq.heads == 0) return;
+    const DeviceGuard guard(params.launch.device_index);
+    auto* stream = static_cast<cudaStream_t>(params.launch.stream);
+    const auto dq_bytes = static_cast<size_t>(dq.rows * dq.heads * dq.dim) * sizeof(float);
+    SPLITKV_CUDA_CHECK(cudaMemsetAsync(dq.data, 0, dq_bytes, stream));
+    if (shape.num_items == 0) return;
+
+    const WorkspaceLayout layout = workspace_layout(shape);
+    char* base = reinterpret_cast<char*>(
+        aligned(static_cast<int64_t>(reinterpret_cast<uintptr_t>(params.launch.workspace))));
+    const sm90::BackwardWorkspace workspace = make_workspace(shape, layout, base);
+    SPLITKV_CUDA_CHECK(cudaMemsetAsync(base, 0, static_cast<size_t>(layout.counters_end), stream));
+    sm90::BackwardWorkArrays arrays{};
+    arrays.items = reinterpret_cast<const BackwardItem*>(work);
+    arrays.row_tiles = reinterpret_cast<const BackwardRowTile*>(arrays.items + shape.num_items);
+    arrays.segments =
+        reinterpret_cast<const BackwardSegment*>(arrays.row_tiles + shape.num_row_tiles);
+    sm90::launch_row_statistics(params, arrays, shape, workspace);
+    if (params.q.dtype == DType::kBFloat16) {
+        sm90::launch_backward_of<__nv_bfloat16>(params, arrays, shape, workspace);
+    } else {
+        sm90::launch_backward_of<__half>(params, arrays, shape, workspace);
+    }
+}
+
+}  // namespace splitkv::cuda

@@ -1,0 +1,294 @@
+#include "cuda/backward_work.h"
+
+#include <algorithm>
+#include <functional>
+#include <queue>
+#include <vector>
+
+#include "common/check.h"
+#include "cuda/row_tiles.h"
+
+namespace splitkv::cuda {
+namespace {
+
+using sm90::BackwardTile;
+
+// KV tiles [begin, end) of a row tile that any of its rows sees, and those that all rows which see
+// any key see whole.
+struct Reach {
+    int32_t begin;
+    int32_t end;
+    int32_t full_begin;
+    int32_t full_end;
+};
+
+Reach reach_of(const RowTile& tile, int32_t keys) {
+    Reach reach{};
+    reach.begin = tile.min_begin / keys;
+    reach.end = static_cast<int32_t>(num_key_tiles(0, tile.max_end, keys));
+    reach.full_begin = static_cast<int32_t>(num_key_tiles(0, tile.max_begin, keys));
+    reach.full_end = std::max(reach.full_begin, tile.min_end / keys);
+    return reach;
+}
+
+// One way to cut the rows: the heads that share a tile, and the tiles.
+struct Cut {
+    BackwardTile size;
+    int64_t heads_per_tile;
+    int64_t tile_heads_per_kv_head;
+    std::vector<RowTile> tiles;
+    int64_t total_cost;  // steps, over all heads
+};
+
+Cut make_cut(const BackwardWorkRequest& request, bool is_packed) {
+    Cut cut{};
+    cut.size = sm90::backward_tile(static_cast<int>(request.head_dim_qk),
+                                   static_cast<int>(request.head_dim_v));
+    const int64_t group = request.num_heads_q / request.num_heads_kv;
+    cut.heads_per_tile = is_packed ? group : 1;
+    cut.tile_heads_per_kv_head = group / cut.heads_per_tile;
+    cut.tiles =
+        cut_row_tiles(request.kv_begin, request.kv_end, request.num_rows,
+                      static_cast<int32_t>(cut.size.rows / cut.heads_per_tile), cut.size.keys);
+    for (const RowTile& tile : cut.tiles) {
+        const Reach reach = reach_of(tile, cut.size.keys);
+        cut.total_cost += (reach.end - reach.begin) * cut.tile_heads_per_kv_head;
+    }
+    return cut;
+}
+
+// Packing the heads of a group makes tiles of fewer query rows. It wins where whole tiles of one
+// head would be half empty, or meet many keys that few of their rows see. A packed tile must be
+// whole query rows for each consumer.
+Cut choose_packing(const BackwardWorkRequest& request) {
+    const int64_t group = request.num_heads_q / request.num_heads_kv;
+    Cut plain = make_cut(request, false);
+    if (group == 1 || sm90::kWarpgroupRows % group != 0) return plain;
+    Cut packed = make_cut(request, true);
+    constexpr double kWorthwhile = 0.98;  // equal costs favour whole rows of one head
+    const bool is_cheaper = static_cast<double>(packed.total_cost) <
+                            kWorthwhile * static_cast<double>(plain.total_cost);
+    return is_cheaper ? packed : plain;
+}
+
+// Collects the segments of every KV tile while row tiles pass by in order. Only those KV tiles are
+// touched whose need of the row tile differs from that of the row tile before.
+class SegmentCollector {
+  public:
+    explicit SegmentCollector(int64_t num_kv_tiles)
+        : runs_(num_kv_tiles), segments_(num_kv_tiles) {}
+
+    void pass(int32_t row_tile, const Reach& reach) {
+        update(row_tile, reach, previous_.begin, reach.begin);
+        update(row_tile, reach, previous_.end, reach.end);
+        update(row_tile, reach, previous_.full_begin, reach.full_begin);
+        update(row_tile, reach, previous_.full_end, reach.full_end);
+        previous_ = reach;
+    }
+    std::vector<std::vector<BackwardSegment>> finish(int32_t num_row_tiles) {
+        pass(num_row_tiles, Reach{});
+        return std::move(segments_);
+    }
+
+  private:
+    enum class Need : int8_t { kNone, kMasked, kFull };
+    struct Run {
+        Need need;
+        int32_t first_tile;
+    };
+
+    static Need need_of(const Reach& reach, int32_t kv_tile) {
+        if (kv_tile >= reach.full_begin && kv_tile < reach.full_end) return Need::kFull;
+        return kv_tile >= reach.begin && kv_tile < reach.end ? Need::kMasked : Need::kNone;
+    }
+    void update(int32_t row_tile, const Reach& reach, int32_t a, int32_t b) {
+        for (int32_t kv_tile = std::min(a, b); kv_tile < std::max(a, b); ++kv_tile) {
+            Run& run = runs_[static_cast<size_t>(kv_tile)];
+            const Need need = need_of(reach, kv_tile);
+            if (need == run.need) continue;
+            if (run.need != Need::kNone && row_tile > run.first_tile) {
+                segments_[static_cast<size_t>(kv_tile)].push_back(
+                    {run.first_tile, row_tile - run.first_tile, run.need == Need::kMasked, 0});
+            }
+            run = {need, row_tile};
+        }
+    }
+
+    Reach previous_{};
+    std::vector<Run> runs_;
+    std::vector<std::vector<BackwardSegment>> segments_;
+};
+
+int64_t num_steps_of(const std::vector<BackwardSegment>& segments) {
+    int64_t steps = 0;
+    for (const BackwardSegment& segment : segments) steps += segment.num_tiles;
+    return steps;
+}
+
+// Microseconds of a call whose KV tiles are cut into parts of at most max_steps steps.
+class CostModel {
+  public:
+    CostModel(const BackwardWorkRequest& request, const Cut& cut,
+              const std::vector<int64_t>& num_steps)
+        : request_(request), num_steps_(num_steps) {
+        constexpr double kFlopsPerUsPerSm = 4.3e6;  // 570 TFLOP/s over 132 SMs
+        const double dims = 3.0 * static_cast<double>(request.head_dim_qk) +
+                            2.0 * static_cast<double>(request.head_dim_v);
+        step_us_ = 2.0 * cut.size.rows * cut.size.keys * dims / kFlopsPerUsPerSm *
+                   static_cast<double>(cut.tile_heads_per_kv_head);
+    }
+
+    // Longest first onto the SM that is free first, as the kernel's counter hands items out.
+    double microseconds(int64_t max_steps) const {
+        constexpr double kItemUs = 5.0;  // keys loaded, gradients added; nothing hides them
+        std::vector<int64_t> parts;
+        for (const int64_t steps : num_steps_) {
+            const int64_t num_parts = (steps + max_steps - 1) / max_steps;
+            for (int64_t i = 0; i < num_parts; ++i) parts.push_back((steps + i) / num_parts);
+        }
+        std::sort(parts.begin(), parts.end(), std::greater<>());
+        std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
+        for (int32_t sm = 0; sm < request_.num_sms; ++sm) free_at.push(0.0);
+        double last = 0.0;
+        for (const int64_t steps : parts) {
+            for (int64_t head = 0; head < request_.num_heads_kv; ++head) {
+                const double end = free_at.top() + static_cast<double>(steps) * step_us_ + kItemUs;
+                free_at.pop();
+                free_at.push(end);
+                last = std::max(last, end);
+            }
+        }
+        return last;
+    }
+
+  private:
+    const BackwardWorkRequest& request_;
+    const std::vector<int64_t>& num_steps_;
+    double step_us_;
+};
+
+// The most steps that one item may have: those of the dearest KV tile where splitting does not pay.
+int64_t choose_max_steps(const BackwardWorkRequest& request, const Cut& cut,
+                         const std::vector<int64_t>& num_steps) {
+    int64_t dearest = 1;
+    int64_t total = 0;
+    for (const int64_t steps : num_steps) {
+        dearest = std::max(dearest, steps);
+        total += steps * request.num_heads_kv;
+    }
+    constexpr int64_t kManyWaves = 8;  // beyond this a split has nothing to even out
+    if (dearest * request.num_sms * kManyWaves <= total) return dearest;
+    const CostModel model(request, cut, num_steps);
+    int64_t best = dearest;
+    double best_us = model.microseconds(dearest);
+    constexpr double kWorthwhile = 0.97;
+    constexpr int kMaxWaves = 4;
+    for (int waves = 1; waves <= kMaxWaves; ++waves) {
+        const int64_t max_steps = std::max<int64_t>(1, total / (int64_t{waves} * request.num_sms));
+        if (max_steps >= dearest) continue;
+        const double us = model.microseconds(max_steps);
+        if (us < kWorthwhile * best_us) {
+            best_us = us;
+            best = max_steps;
+        }
+    }
+    return best;
+}
+
+// Appends steps [first, last) of the segments to the list, as the part of an item.
+void emit_part(const std::vector<BackwardSegment>& segments, int64_t first, int64_t last,
+               BackwardItem item, BackwardWork* work) {
+    item.segment_begin = static_cast<int32_t>(work->segments.size());
+    item.num_steps = static_cast<int32_t>(last - first);
+    int64_t start = 0;
+    for (const BackwardSegment& segment : segments) {
+        const int64_t begin = std::max(first, start);
+        const int64_t end = std::min(last, start + segment.num_tiles);
+        if (begin < end) {
+            work->segments.push_back({static_cast<int32_t>(segment.first_tile + begin - start),
+                                      static_cast<int32_t>(end - begin), segment.is_masked, 0});
+        }
+        start += segment.num_tiles;
+    }
+    item.num_segments = static_cast<int32_t>(work->segments.size()) - item.segment_begin;
+    work->items.push_back(item);
+}
+
+void emit_items(const std::vector<std::vector<BackwardSegment>>& segments, int64_t max_steps,
+                BackwardWork* work) {
+    for (size_t kv_tile = 0; kv_tile < segments.size(); ++kv_tile) {
+        const int64_t steps = num_steps_of(segments[kv_tile]);
+        if (steps == 0) continue;
+        const int64_t num_parts = (steps + max_steps - 1) / max_steps;
+        BackwardItem item{};
+        item.kv_tile = static_cast<int32_t>(kv_tile);
+        item.num_parts = static_cast<int32_t>(num_parts);
+        if (num_parts > 1) item.split = static_cast<int32_t>(work->shape.num_splits++);
+        // Longer parts first: a later one must not be handed out before an earlier one.
+        int64_t first = 0;
+        for (int64_t part = 0; part < num_parts; ++part) {
+            const int64_t last = first + (steps + num_parts - 1 - part) / num_parts;
+            item.part = static_cast<int32_t>(part);
+            emit_part(segments[kv_tile], first, last, item, work);
+            first = last;
+        }
+    }
+}
+
+void check_request(const BackwardWorkRequest& request) {
+    SPLITKV_CHECK(sm90::has_backward(request.head_dim_qk, request.head_dim_v),
+                  "no CUDA kernel for the backward of head dims (", request.head_dim_qk, ", ",
+                  request.head_dim_v, "), needs (64, 64) or (128, 128)");
+    check_intervals(request.kv_begin, request.kv_end, request.num_rows, request.num_keys);
+    SPLITKV_CHECK(request.num_heads_kv >= 1 && request.num_heads_q % request.num_heads_kv == 0,
+                  "num_heads_q=", request.num_heads_q,
+                  " must be a multiple of num_heads_kv=", request.num_heads_kv);
+}
+
+}  // namespace
+
+BackwardWork build_backward_work(const BackwardWorkRequest& request) {
+    check_request(request);
+    const Cut cut = choose_packing(request);
+    BackwardWork work{};
+    SegmentCollector collector(num_key_tiles(0, request.num_keys, cut.size.keys));
+    const auto num_row_tiles = static_cast<int32_t>(cut.tiles.size());
+    for (int32_t i = 0; i < num_row_tiles; ++i) {
+        const RowTile& tile = cut.tiles[static_cast<size_t>(i)];
+        const Reach reach = tile.sees_keys() ? reach_of(tile, cut.size.keys) : Reach{};
+        collector.pass(i, reach);
+        work.row_tiles.push_back({tile.row_begin, tile.num_rows, reach.begin, 0});
+    }
+    const std::vector<std::vector<BackwardSegment>> segments = collector.finish(num_row_tiles);
+    std::vector<int64_t> num_steps;
+    for (const auto& list : segments) {
+        if (!list.empty()) num_steps.push_back(num_steps_of(list));
+    }
+
+    BackwardWorkShape& shape = work.shape;
+    shape.num_rows = request.num_rows;
+    shape.num_keys = request.num_keys;
+    shape.num_heads_q = request.num_heads_q;
+    shape.num_heads_kv = request.num_heads_kv;
+    shape.head_dim_qk = request.head_dim_qk;
+    shape.head_dim_v = request.head_dim_v;
+    shape.heads_per_tile = cut.heads_per_tile;
+    shape.num_row_tiles = num_row_tiles;
+    shape.is_deterministic = request.is_deterministic;
+    emit_items(segments, choose_max_steps(request, cut, num_steps), &work);
+    shape.num_items = static_cast<int64_t>(work.items.size());
+    shape.num_segments = static_cast<int64_t>(work.segments.size());
+    // In deterministic mode the order of KV tiles is that of their turns at dq, and an item must
+    // not be handed out before one that it waits for.
+    if (!request.is_deterministic) {
+        std::stable_sort(
+            work.items.begin(), work.items.end(),
+            [](const BackwardItem& a, const BackwardItem& b) { return a.num_steps > b.num_steps; });
+        // Equal items: neighbours in time share the rows of one head, which L2 then holds.
+        shape.is_head_major = !work.items.empty() &&
+                              work.items.back().num_steps * 5 >= work.items.front().num_steps * 4;
+    }
+    return work;
+}
+
+}  // namespace splitkv::cuda

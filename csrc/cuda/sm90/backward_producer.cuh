@@ -1,0 +1,256 @@
+// The producer warpgroup of the backward: one thread that hands out items and loads their tiles,
+// and one that adds gradients to global memory.
+#pragma once
+
+#include "cuda/sm90/backward_traits.cuh"
+
+namespace splitkv::sm90 {
+
+// A row tile for one tile head: one step of the main loop.
+struct StepWork {
+    int32_t row_begin;
+    int32_t tile;
+    int32_t tile_head;
+    int32_t is_masked;
+    int32_t turn;  // of this KV tile at dq, in deterministic mode
+};
+
+// Calls visit(StepWork) for the steps of an item, in the order of the main loop.
+template <int kKeys, typename Visit>
+SPLITKV_DEVICE void for_each_step(const BackwardKernelParams& params, const KvTileWork& work,
+                                  Visit visit) {
+    const int first_head = work.kv_head * params.tile_heads_per_kv_head;
+    StepWork step;
+    for (step.tile_head = first_head; step.tile_head < first_head + params.tile_heads_per_kv_head;
+         ++step.tile_head) {
+        for (int i = 0; i < work.num_segments; ++i) {
+            const cuda::BackwardSegment segment = params.segments[work.segment_begin + i];
+            step.is_masked = segment.is_masked;
+            const int end = segment.first_tile + segment.num_tiles;
+            for (step.tile = segment.first_tile; step.tile < end; ++step.tile) {
+                const cuda::BackwardRowTile row_tile = params.row_tiles[step.tile];
+                step.row_begin = row_tile.row_begin;
+                step.turn = work.key_begin / kKeys - row_tile.first_kv_tile;
+                visit(step);
+            }
+        }
+    }
+}
+
+template <typename Traits>
+struct BackwardLoader {
+    using Smem = BackwardSmem<Traits>;
+
+    const BackwardKernelParams& params;
+    Smem& smem;
+    RingCursor<kBackwardItemSlots> at_work;
+    RingCursor<1> at_kv;
+    RingCursor<Traits::kStages> at_rows;
+
+    SPLITKV_DEVICE BackwardLoader(const BackwardKernelParams& p, Smem& s) : params(p), smem(s) {}
+
+    SPLITKV_DEVICE void run() {
+        const int num_work = params.num_items * params.num_heads_kv;
+        int index = static_cast<int>(blockIdx.x);
+        while (index < num_work) {
+            // Asked for now, needed after this item's loads have been issued.
+            int next = num_work;
+            if (num_work > static_cast<int>(gridDim.x)) {
+                next = static_cast<int>(gridDim.x) + atomicAdd(params.counter, 1);
+            }
+            const KvTileWork work = work_of(index);
+            publish(work);
+            load_keys(work);
+            for_each_step<Traits::kKeys>(params, work,
+                                         [&](const StepWork& step) { load_rows(step); });
+            index = next;
+        }
+        KvTileWork end{};
+        end.key_begin = -1;
+        publish(end);
+    }
+
+  private:
+    SPLITKV_DEVICE KvTileWork work_of(int index) const {
+        const bool head_major = params.is_head_major != 0;
+        const int divisor = head_major ? params.num_items : params.num_heads_kv;
+        const int quotient = index / divisor;
+        const int remainder = index - quotient * divisor;
+        const int kv_head = head_major ? quotient : remainder;
+        const cuda::BackwardItem item = params.items[head_major ? remainder : quotient];
+        KvTileWork work{};
+        work.key_begin = item.kv_tile * Traits::kKeys;
+        work.kv_head = kv_head;
+        work.segment_begin = item.segment_begin;
+        work.num_segments = item.num_segments;
+        work.num_steps = item.num_steps * params.tile_heads_per_kv_head;
+        work.part = item.part;
+        work.turn_index = item.num_parts > 1 ? kv_head * params.num_splits + item.split : -1;
+        return work;
+    }
+
+    SPLITKV_DEVICE void publish(const KvTileWork& work) {
+        smem.work_barriers.wait_empty(at_work);
+        smem.work[at_work.stage] = work;
+        ptx::mbarrier_arrive(smem.work_barriers.full_address(at_work.stage));
+        at_work.advance();
+    }
+
+    SPLITKV_DEVICE void load_keys(const KvTileWork& work) {
+        smem.k_barriers.wait_empty(at_kv);
+        load_boxes<Traits::kQkChunks, Traits::kKeys>(&params.k, ptx::smem_address(smem.k),
+                                                     smem.k_barriers.full_address(0), work.kv_head,
+                                                     work.key_begin, Traits::kKBytes);
+        smem.v_barriers.wait_empty(at_kv);
+        load_boxes<Traits::kVChunks, Traits::kKeys>(&params.v, ptx::smem_address(smem.v),
+                                                    smem.v_barriers.full_address(0), work.kv_head,
+                                                    work.key_begin, Traits::kVBytes);
+        at_kv.advance();
+    }
+
+    SPLITKV_DEVICE void load_rows(const StepWork& step) {
+        const int head = step.tile_head * params.heads_per_tile;
+        const int stage = at_rows.stage;
+        smem.q_barriers.wait_empty(at_rows);
+        smem.is_masked[stage] = step.is_masked;
+        const uint32_t barrier = smem.q_barriers.full_address(stage);
+        load_boxes<Traits::kQkChunks, Traits::kRows>(
+            &params.q, ptx::smem_address(smem.q) + stage * Traits::kQBytes, barrier, head,
+            step.row_begin, Traits::kQBytes + Traits::kStatisticsBytes + Traits::kLimitsBytes);
+        const int64_t tile_index = int64_t{step.tile_head} * params.num_row_tiles + step.tile;
+        ptx::cp_async_bulk_load(
+            ptx::smem_address(smem.statistics) + stage * Traits::kStatisticsBytes,
+            params.statistics + tile_index * 2 * Traits::kRows, Traits::kStatisticsBytes, barrier);
+        ptx::cp_async_bulk_load(ptx::smem_address(smem.limits) + stage * Traits::kLimitsBytes,
+                                params.limits + int64_t{step.tile} * 2 * Traits::kRows,
+                                Traits::kLimitsBytes, barrier);
+        smem.dout_barriers.wait_empty(at_rows);
+        load_boxes<Traits::kVChunks, Traits::kRows>(
+            &params.dout, ptx::smem_address(smem.dout) + stage * Traits::kDoutBytes,
+            smem.dout_barriers.full_address(stage), head, step.row_begin, Traits::kDoutBytes);
+        at_rows.advance();
+    }
+
+    // Rows past the end of the tensor are written as zeros and counted like the others.
+    template <int kChunks, int kBoxRows>
+    SPLITKV_DEVICE void load_boxes(const CUtensorMap* map, uint32_t target, uint32_t barrier,
+                                   int head, int row, uint32_t barrier_bytes) {
+        ptx::mbarrier_arrive_expect_tx(barrier, barrier_bytes);
+#pragma unroll 1
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            ptx::cp_async_bulk_tensor_3d(target + chunk * kBoxRows * kRowBytes, map, barrier,
+                                         chunk * kChunkColumns, head, row);
+        }
+    }
+};
+
+// Adds what the consumers leave in shared memory to dq, dk and dv. Several CTAs add to the same
+// rows of dq, in any order or, in deterministic mode, in turn.
+template <typename Traits>
+struct BackwardWriter {
+    using Smem = BackwardSmem<Traits>;
+
+    const BackwardKernelParams& params;
+    Smem& smem;
+    RingCursor<kBackwardItemSlots> at_work;
+    RingCursor<1> at_dq;
+    RingCursor<1> at_out;
+
+    SPLITKV_DEVICE BackwardWriter(const BackwardKernelParams& p, Smem& s) : params(p), smem(s) {}
+
+    SPLITKV_DEVICE void run() {
+        while (true) {
+            smem.work_barriers.wait_full(at_work);
+            const KvTileWork work = smem.work[at_work.stage];
+            smem.work_barriers.release(at_work);
+            at_work.advance();
+            if (work.key_begin < 0) return;
+            for_each_step<Traits::kKeys>(params, work, [&](const StepWork& step) { add_dq(step); });
+            add_dk_dv(work);
+        }
+    }
+
+  private:
+    SPLITKV_DEVICE void add_dq(const StepWork& step) {
+        int32_t* turn = nullptr;
+        if (params.dq_turns != nullptr) {
+            // Asked for before dq is there, so that the answer is, too.
+            turn = params.dq_turns + step.tile_head * params.num_row_tiles + step.tile;
+            wait_for_turn(turn, step.turn);
+        }
+#pragma unroll
+        for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+            smem.dq_barriers[consumer].wait_full(at_dq);
+            // Whole query rows: heads_per_tile divides the 64 rows of a consumer.
+            const int row =
+                Traits::kSplitsDqRows ? consumer * kWarpgroupRows / params.heads_per_tile : 0;
+            const int column = Traits::kSplitsDqRows ? 0 : consumer * Traits::kDqColumns;
+#pragma unroll
+            for (int box = 0; box < Traits::kDqBoxes; ++box) {
+                ptx::cp_reduce_async_bulk_tensor_3d_add(
+                    &params.dq, ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes,
+                    column + box * kBoxColumns, step.tile_head * params.heads_per_tile,
+                    step.row_begin + row);
+            }
+            ptx::cp_async_bulk_commit_group();
+        }
+        release_buffers<0>(smem.dq_barriers, at_dq);
+        at_dq.advance();
+        if (turn != nullptr) pass_turn(turn);
+    }
+
+    SPLITKV_DEVICE void add_dk_dv(const KvTileWork& work) {
+        int32_t* turn = nullptr;
+        if (work.turn_index >= 0) {
+            turn = params.part_turns + work.turn_index;
+            wait_for_turn(turn, work.part);
+        }
+        add_boxes<Traits::kDvBoxes>(&params.dv, work);
+        add_boxes<Traits::kDkBoxes>(&params.dk, work);
+        if (turn != nullptr) pass_turn(turn);
+    }
+
+    template <int kBoxes>
+    SPLITKV_DEVICE void add_boxes(const CUtensorMap* map, const KvTileWork& work) {
+#pragma unroll
+        for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+            smem.out_barriers[consumer].wait_full(at_out);
+#pragma unroll
+            for (int box = 0; box < kBoxes; ++box) {
+                ptx::cp_reduce_async_bulk_tensor_3d_add(map, out_box_address(smem, consumer, box),
+                                                        box * kBoxColumns, work.kv_head,
+                                                        work.key_begin + consumer * kWarpgroupRows);
+            }
+            ptx::cp_async_bulk_commit_group();
+        }
+        release_buffers<0>(smem.out_barriers, at_out);
+        at_out.advance();
+    }
+
+    // Gives each consumer its buffers back as soon as its adds have read them.
+    template <int kConsumer>
+    SPLITKV_DEVICE void release_buffers(RingBarriers<1> (&barriers)[Traits::kConsumers],
+                                        const RingCursor<1>& at) {
+        ptx::cp_async_bulk_wait_group_read<Traits::kConsumers - 1 - kConsumer>();
+        barriers[kConsumer].release(at);
+        if constexpr (kConsumer + 1 < Traits::kConsumers)
+            release_buffers<kConsumer + 1>(barriers, at);
+    }
+
+    // Waits until a counter in global memory has reached `turn`. Whoever comes earlier was handed
+    // out earlier, so the earliest never waits and every wait ends.
+    SPLITKV_DEVICE void wait_for_turn(const int32_t* counter, int32_t turn) {
+        while (ptx::ld_acquire_gpu(counter) < turn) {
+        }
+        ptx::fence_proxy_async_global();
+    }
+
+    // Lets the next one add, when this thread's adds are complete.
+    SPLITKV_DEVICE void pass_turn(int32_t* counter) {
+        ptx::cp_async_bulk_wait_group<0>();
+        ptx::fence_proxy_async_global();
+        ptx::red_release_gpu_add(counter, 1);
+    }
+};
+
+}  // namespace splitkv::sm90

@@ -1,0 +1,138 @@
+// Types, sizes and shared memory of the backward kernel.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "attention/params.h"
+#include "cuda/backward_work.h"
+#include "cuda/sm90/descriptor.cuh"
+#include "cuda/sm90/pipeline.cuh"
+#include "cuda/sm90/tiles.h"
+
+namespace splitkv::sm90 {
+
+inline constexpr int kBackwardItemSlots = 2;  // the producer is at most one item ahead
+inline constexpr int kBoxColumns = 32;        // fp32 columns of a 128-byte row
+inline constexpr int kBoxBytes = kWarpgroupRows * kRowBytes;  // [64 rows, 32 columns]
+
+// A KV tile of one KV head, as the loader hands it to the writer and the consumers.
+struct alignas(16) KvTileWork {
+    int32_t key_begin;  // -1: no more work
+    int32_t kv_head;
+    int32_t segment_begin;
+    int32_t num_segments;
+    int32_t num_steps;  // over all segments and tile heads
+    int32_t part;
+    int32_t turn_index;  // counter of parts, -1 where there is one part
+    int32_t unused;
+};
+
+struct BackwardKernelParams {
+    CUtensorMap q;                           // [Tq, Hq, D], boxes of one row tile
+    CUtensorMap dout;                        // [Tq, Hq, Dv], boxes of one row tile
+    CUtensorMap k;                           // [Tk, Hkv, D], boxes of one KV tile
+    CUtensorMap v;                           // [Tk, Hkv, Dv], boxes of one KV tile
+    CUtensorMap dq;                          // [Tq, Hq, D], fp32, boxes of a consumer's rows
+    CUtensorMap dk;                          // [Tk, Hkv, D], fp32, boxes of a consumer's keys
+    CUtensorMap dv;                          // [Tk, Hkv, Dv], fp32, boxes of a consumer's keys
+    const cuda::BackwardItem* items;         // [num_items]
+    const cuda::BackwardRowTile* row_tiles;  // [num_row_tiles]
+    const cuda::BackwardSegment* segments;   // [num_segments]
+    const float* statistics;  // [tile heads, num_row_tiles, 2, rows]: lse in log2, delta
+    const int32_t* limits;    // [num_row_tiles, rows, 2]: first key and number of keys
+    int32_t* counter;         // hands out items beyond the first of each CTA
+    int32_t* part_turns;      // [Hkv, num_splits]
+    int32_t* dq_turns;        // [tile heads, num_row_tiles]; null unless deterministic
+    int32_t num_items;
+    int32_t num_row_tiles;
+    int32_t num_splits;
+    int32_t num_heads_kv;
+    int32_t heads_per_tile;
+    int32_t tile_heads_per_kv_head;
+    int32_t is_head_major;
+    float softmax_scale;
+    float scale_log2;  // softmax_scale * log2(e)
+};
+
+template <typename ElementType, int kDimQk, int kDimV>
+struct BackwardTraits {
+    using Element = ElementType;  // of q, k, v and dout; 16 bits
+    static constexpr int kHeadDimQk = kDimQk;
+    static constexpr int kHeadDimV = kDimV;
+    static constexpr BackwardTile kTile = backward_tile(kDimQk, kDimV);
+    static constexpr int kRows = kTile.rows;
+    static constexpr int kKeys = kTile.keys;
+    static constexpr int kConsumers = kTile.consumers;
+    static constexpr int kStages = kTile.stages;
+    static constexpr int kDsStages = 2;  // one barrier per step suffices
+    static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
+    static constexpr int kQkChunks = kDimQk / kChunkColumns;
+    static constexpr int kVChunks = kDimV / kChunkColumns;
+    static constexpr int kQBytes = kRows * kDimQk * 2;
+    static constexpr int kDoutBytes = kRows * kDimV * 2;
+    static constexpr int kKBytes = kKeys * kDimQk * 2;
+    static constexpr int kVBytes = kKeys * kDimV * 2;
+    static constexpr int kDsBytes = kRows * kKeys * 2;
+    static constexpr int kStatisticsBytes = kRows * 2 * 4;
+    static constexpr int kLimitsBytes = kRows * 2 * 4;
+    // A consumer's part of dq: 64 of the 128 rows, or half of the columns of all 64 rows.
+    static constexpr bool kSplitsDqRows = kRows == kConsumers * kWarpgroupRows;
+    static constexpr int kDqColumns = kSplitsDqRows ? kDimQk : kDimQk / kConsumers;
+    static constexpr int kDqBoxes = kDqColumns / kBoxColumns;  // of one consumer
+    static constexpr int kDqBytes = kDqBoxes * kBoxBytes;
+    static constexpr int kDkBoxes = kDimQk / kBoxColumns;
+    static constexpr int kDvBoxes = kDimV / kBoxColumns;
+    static constexpr int kProducerRegisters = 40;
+    static constexpr int kConsumerRegisters = 232;
+
+    static_assert(kTile.keys > 0, "no tile is listed for these head dims");
+    static_assert(kKeys == kConsumers * kWarpgroupRows, "each consumer owns 64 keys");
+    static_assert(kSplitsDqRows || kRows == kWarpgroupRows,
+                  "the rows of dq go to the consumers, or all to each of them");
+    static_assert(kDqColumns % kChunkColumns == 0, "a consumer's dq takes whole chunks of k");
+    static_assert(kDkBoxes <= kDqBoxes + kDsStages && kDvBoxes <= kDqBoxes + kDsStages &&
+                      (kDkBoxes <= kDqBoxes || kRows * kRowBytes == kBoxBytes),
+                  "dk or dv of a consumer fits where its dq and ds were");
+    static_assert(kDimQk % kChunkColumns == 0 && kDimV % kChunkColumns == 0,
+                  "tiles are made of chunks of 64 columns");
+};
+
+template <typename Traits>
+struct BackwardSmem {
+    alignas(kSwizzleBytes) uint8_t k[Traits::kKBytes];
+    alignas(kSwizzleBytes) uint8_t v[Traits::kVBytes];
+    alignas(kSwizzleBytes) uint8_t q[Traits::kStages][Traits::kQBytes];
+    alignas(kSwizzleBytes) uint8_t dout[Traits::kStages][Traits::kDoutBytes];
+    alignas(kSwizzleBytes) uint8_t ds[Traits::kDsStages][Traits::kDsBytes];
+    alignas(kSwizzleBytes) uint8_t dq[Traits::kConsumers][Traits::kDqBytes];
+    alignas(16) float statistics[Traits::kStages][2][Traits::kRows];
+    alignas(16) int32_t limits[Traits::kStages][Traits::kRows][2];
+    int32_t is_masked[Traits::kStages];
+    KvTileWork work[kBackwardItemSlots];
+    RingBarriers<kBackwardItemSlots> work_barriers;
+    RingBarriers<1> k_barriers;
+    RingBarriers<1> v_barriers;
+    RingBarriers<Traits::kStages> q_barriers;
+    RingBarriers<Traits::kStages> dout_barriers;
+    RingBarriers<1> dq_barriers[Traits::kConsumers];
+    RingBarriers<1> out_barriers[Traits::kConsumers];  // dk or dv, where dq and ds were
+};
+
+// Where box `box` of dk or dv of a consumer is staged: what its dq takes, then its part of ds.
+template <typename Traits>
+SPLITKV_DEVICE uint32_t out_box_address(const BackwardSmem<Traits>& smem, int consumer, int box) {
+    if (box < Traits::kDqBoxes) return ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes;
+    return ptx::smem_address(smem.ds[box - Traits::kDqBoxes]) + consumer * kBoxBytes;
+}
+
+// Dynamic shared memory starts at any multiple of 16; the tiles need one of 1024.
+template <typename Traits>
+constexpr int backward_smem_bytes() {
+    constexpr int kBytes = static_cast<int>(sizeof(BackwardSmem<Traits>)) + kSwizzleBytes;
+    static_assert(kBytes <= kMaxSmemBytes, "more shared memory than a CTA can have");
+    return kBytes;
+}
+
+}  // namespace splitkv::sm90

@@ -1,0 +1,336 @@
+// The consumers of the backward: each warpgroup owns 64 keys of the KV tile and keeps their dk and
+// dv in registers. One step, over one row tile:
+//
+//   s  = k . q^T, dp = v . dout^T                     [keys, rows], so that
+//   p  = exp2(scale * s - lse), ds = p * (dp - delta)  are already the left operands of
+//   dv += p . dout, dk += ds . q                       taken from registers
+//   dq  = ds^T . k                                     ds of all consumers through shared memory
+//
+// dv is issued before the barrier that makes ds visible, and the proxy fence stands behind that
+// issue: both hide under the product. dq, and at the end dk and dv, go to global memory through the
+// BackwardWriter, by way of shared memory.
+#pragma once
+
+#include "cuda/sm90/backward_traits.cuh"
+
+namespace splitkv::sm90 {
+
+template <typename Traits>
+struct BackwardConsumer {
+    using Smem = BackwardSmem<Traits>;
+    using Element = typename Traits::Element;
+    static constexpr int kScoreRegisters = Traits::kRows / 2;
+    static constexpr int kColumnGroups = Traits::kRows / 8;  // of 8 rows, 2 of them in a thread
+    static constexpr int kRowSteps = Traits::kRows / kStepK;
+    static constexpr int kDqRegisters = Traits::kDqColumns / 2;
+    static constexpr bool kPreloadsLse = Traits::kRows == 64;  // else registers are short
+    static constexpr int kBoxRegisters = kBoxColumns / 2;
+    static constexpr int kDsBarrier = 1;  // named barrier; 0 is __syncthreads
+    static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
+
+    const BackwardKernelParams& params;
+    Smem& smem;
+    const int consumer;  // 0 .. kConsumers - 1
+    RingCursor<kBackwardItemSlots> at_work;
+    RingCursor<1> at_k;
+    RingCursor<1> at_v;
+    RingCursor<Traits::kStages> at_q;
+    RingCursor<Traits::kStages> at_dout;
+    RingCursor<Traits::kDsStages> at_ds;
+    RingCursor<1> at_dq;
+    RingCursor<1> at_out;
+    uint32_t k_low;     // of the consumer's keys, left operand of s
+    uint32_t v_low;     // of the consumer's keys, left operand of dp
+    uint32_t k_dq_low;  // of all keys, right operand of dq
+    int32_t first_key;  // of this thread, in the tensor; its other key is 8 further on
+
+    float dk[Traits::kHeadDimQk / 2];
+    float dv[Traits::kHeadDimV / 2];
+
+    SPLITKV_DEVICE BackwardConsumer(const BackwardKernelParams& in, Smem& s, int index)
+        : params(in), smem(s), consumer(index) {
+        const int key_bytes = consumer * kWarpgroupRows * kRowBytes;
+        k_low = uniform(k_major_low(ptx::smem_address(smem.k) + key_bytes));
+        v_low = uniform(k_major_low(ptx::smem_address(smem.v) + key_bytes));
+        const int column_chunk =
+            Traits::kSplitsDqRows ? 0 : consumer * (Traits::kDqColumns / kChunkColumns);
+        k_dq_low = uniform(mn_major_low(
+            ptx::smem_address(smem.k) + column_chunk * Traits::kKeys * kRowBytes, Traits::kKeys));
+    }
+
+    SPLITKV_DEVICE bool is_leader() const { return threadIdx.x % kWarpgroupThreads == 0; }
+    SPLITKV_DEVICE int warp() const {
+        return static_cast<int>(threadIdx.x % kWarpgroupThreads) / 32;
+    }
+    SPLITKV_DEVICE int lane() const { return static_cast<int>(threadIdx.x) % 32; }
+
+    // Reads what consumers need of the next item, uniform over the warp; false at the end.
+    SPLITKV_DEVICE bool next_work(KvTileWork* work) {
+        smem.work_barriers.wait_full(at_work);
+        const KvTileWork& shared = smem.work[at_work.stage];
+        work->key_begin = uniform(shared.key_begin);
+        work->num_steps = uniform(shared.num_steps);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) smem.work_barriers.release(at_work);
+        at_work.advance();
+        return work->key_begin >= 0;
+    }
+
+    // Adds the item's share to dk and dv.
+    SPLITKV_DEVICE void run(const KvTileWork& work) {
+        first_key = work.key_begin + consumer * kWarpgroupRows + warp() * 16 + lane() / 4;
+#pragma unroll
+        for (int i = 0; i < Traits::kHeadDimQk / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < Traits::kHeadDimV / 2; ++i) dv[i] = 0.0f;
+        smem.k_barriers.wait_full(at_k);
+        smem.v_barriers.wait_full(at_v);
+        for (int i = 0; i < work.num_steps; ++i) {
+            smem.q_barriers.wait_full(at_q);
+            if (uniform(smem.is_masked[at_q.stage]) != 0) {
+                step<true>();
+            } else {
+                step<false>();
+            }
+        }
+        if (is_leader()) {
+            smem.k_barriers.release(at_k);
+            smem.v_barriers.release(at_v);
+        }
+        at_k.advance();
+        at_v.advance();
+        // The writer has read the last dq, and no consumer still reads ds.
+        smem.dq_barriers[consumer].wait_empty(at_dq);
+        ptx::barrier_sync(kDsBarrier, kConsumerThreads);
+        stage_gradient(dv, 1.0f);
+        stage_gradient(dk, params.softmax_scale);
+    }
+
+  private:
+    // Two neighbouring rows of the thread in column group `group`, of an array over the tile's
+    // rows.
+    SPLITKV_DEVICE int row_of_group(int group) const { return 8 * group + 2 * (lane() % 4); }
+
+    template <bool kIsMasked>
+    SPLITKV_DEVICE void step() {
+        float lse[2 * kColumnGroups];
+        if constexpr (kPreloadsLse) load_pairs(smem.statistics[at_q.stage][0], lse);
+        float s[kScoreRegisters];
+        float dp[kScoreRegisters];
+        ptx::wgmma_fence();
+        issue_s(s);
+        smem.dout_barriers.wait_full(at_dout);
+        ptx::wgmma_fence();
+        issue_dp(dp);
+        ptx::wgmma_wait_group<1>();
+        ptx::pin(s);
+        if constexpr (!kPreloadsLse) load_pairs(smem.statistics[at_q.stage][0], lse);
+        exponentiate(lse, s);
+        if constexpr (kIsMasked) mask(s);
+        uint32_t p[kRowSteps][4];
+        pack(s, p);
+        ptx::wgmma_wait_group<0>();
+        ptx::pin(dp);
+        float delta[2 * kColumnGroups];
+        load_pairs(smem.statistics[at_q.stage][1], delta);
+#pragma unroll
+        for (int i = 0; i < kScoreRegisters; ++i) dp[i] = s[i] * (dp[i] - delta[pair_index(i)]);
+        uint32_t ds[kRowSteps][4];
+        pack(dp, ds);
+        smem.out_barriers[consumer].wait_empty(at_out);
+        store_ds(ds);
+        ptx::wgmma_fence();
+        issue_dv(p);
+        ptx::fence_proxy_async();
+        ptx::barrier_sync(kDsBarrier, kConsumerThreads);
+        finish_step(ds);
+    }
+
+    SPLITKV_DEVICE void finish_step(const uint32_t (&ds)[kRowSteps][4]) {
+        float dq[kDqRegisters];
+        ptx::wgmma_fence();
+        issue_dq(dq);
+        issue_dk(ds);
+        ptx::wgmma_wait_group<1>();
+        ptx::pin(dq);
+        ptx::pin(dv);
+        if (is_leader()) smem.dout_barriers.release(at_dout);
+        at_dout.advance();
+        at_ds.advance();
+        store_dq(dq);
+        ptx::wgmma_wait_group<0>();
+        ptx::pin(dk);
+        if (is_leader()) smem.q_barriers.release(at_q);
+        at_q.advance();
+    }
+
+    // Which of the thread's rows register i of an accumulator [keys, rows] belongs to.
+    static SPLITKV_DEVICE constexpr int pair_index(int i) { return 2 * (i / 4) + i % 2; }
+
+    SPLITKV_DEVICE void load_pairs(const float* source, float (&values)[2 * kColumnGroups]) const {
+#pragma unroll
+        for (int group = 0; group < kColumnGroups; ++group) {
+            const float2 pair = *reinterpret_cast<const float2*>(source + row_of_group(group));
+            values[2 * group] = pair.x;
+            values[2 * group + 1] = pair.y;
+        }
+    }
+
+    SPLITKV_DEVICE void exponentiate(const float (&lse)[2 * kColumnGroups],
+                                     float (&s)[kScoreRegisters]) const {
+#pragma unroll
+        for (int i = 0; i < kScoreRegisters; ++i) {
+            s[i] = ptx::ex2_approx(fmaf(s[i], params.scale_log2, -lse[pair_index(i)]));
+        }
+    }
+
+    SPLITKV_DEVICE void mask(float (&s)[kScoreRegisters]) const {
+#pragma unroll
+        for (int group = 0; group < kColumnGroups; ++group) {
+            // First key and number of keys, of two rows.
+            const int4 limits =
+                *reinterpret_cast<const int4*>(smem.limits[at_q.stage][row_of_group(group)]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int32_t key = first_key + 8 * half;
+                float* pair = s + 4 * group + 2 * half;
+                if (static_cast<uint32_t>(key - limits.x) >= static_cast<uint32_t>(limits.y)) {
+                    pair[0] = 0.0f;
+                }
+                if (static_cast<uint32_t>(key - limits.z) >= static_cast<uint32_t>(limits.w)) {
+                    pair[1] = 0.0f;
+                }
+            }
+        }
+    }
+
+    // Registers of an accumulator [keys, rows] as left operands of the steps over the rows.
+    static SPLITKV_DEVICE void pack(const float (&s)[kScoreRegisters],
+                                    uint32_t (&packed)[kRowSteps][4]) {
+#pragma unroll
+        for (int k = 0; k < kRowSteps; ++k) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                packed[k][i] = ptx::cvt_rn_x2<Element>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+            }
+        }
+    }
+
+    SPLITKV_DEVICE void issue_s(float (&s)[kScoreRegisters]) const {
+        const uint32_t q_low =
+            uniform(k_major_low(ptx::smem_address(smem.q) + at_q.stage * Traits::kQBytes));
+#pragma unroll
+        for (int k = 0; k < Traits::kHeadDimQk / kStepK; ++k) {
+            ptx::wgmma_ss<Element, 0, 0>(s, descriptor(k_low + k_major_step(k, Traits::kKeys)),
+                                         descriptor(q_low + k_major_step(k, Traits::kRows)), k > 0);
+        }
+        ptx::wgmma_commit_group();
+    }
+
+    SPLITKV_DEVICE void issue_dp(float (&dp)[kScoreRegisters]) const {
+        const uint32_t dout_low =
+            uniform(k_major_low(ptx::smem_address(smem.dout) + at_dout.stage * Traits::kDoutBytes));
+#pragma unroll
+        for (int k = 0; k < Traits::kHeadDimV / kStepK; ++k) {
+            ptx::wgmma_ss<Element, 0, 0>(dp, descriptor(v_low + k_major_step(k, Traits::kKeys)),
+                                         descriptor(dout_low + k_major_step(k, Traits::kRows)),
+                                         k > 0);
+        }
+        ptx::wgmma_commit_group();
+    }
+
+    SPLITKV_DEVICE void issue_dv(const uint32_t (&p)[kRowSteps][4]) {
+        const uint32_t dout_low = uniform(mn_major_low(
+            ptx::smem_address(smem.dout) + at_dout.stage * Traits::kDoutBytes, Traits::kRows));
+#pragma unroll
+        for (int k = 0; k < kRowSteps; ++k) {
+            ptx::wgmma_rs<Element, 1>(dv, p[k], descriptor(dout_low + mn_major_step(k)), 1);
+        }
+        ptx::wgmma_commit_group();
+    }
+
+    SPLITKV_DEVICE void issue_dk(const uint32_t (&ds)[kRowSteps][4]) {
+        const uint32_t q_low = uniform(
+            mn_major_low(ptx::smem_address(smem.q) + at_q.stage * Traits::kQBytes, Traits::kRows));
+#pragma unroll
+        for (int k = 0; k < kRowSteps; ++k) {
+            ptx::wgmma_rs<Element, 1>(dk, ds[k], descriptor(q_low + mn_major_step(k)), 1);
+        }
+        ptx::wgmma_commit_group();
+    }
+
+    SPLITKV_DEVICE void issue_dq(float (&dq)[kDqRegisters]) const {
+        const int row_bytes = Traits::kSplitsDqRows ? consumer * kWarpgroupRows * kRowBytes : 0;
+        const uint32_t ds_low = uniform(
+            k_major_low(ptx::smem_address(smem.ds) + at_ds.stage * Traits::kDsBytes + row_bytes));
+#pragma unroll
+        for (int k = 0; k < Traits::kKeys / kStepK; ++k) {
+            ptx::wgmma_ss<Element, 0, 1>(dq, descriptor(ds_low + k_major_step(k, Traits::kRows)),
+                                         descriptor(k_dq_low + mn_major_step(k)), k > 0);
+        }
+        ptx::wgmma_commit_group();
+    }
+
+    // ds to shared memory as [rows, keys], the consumer's 64 keys being one chunk.
+    SPLITKV_DEVICE void store_ds(const uint32_t (&ds)[kRowSteps][4]) const {
+        // Of the four 8x8 matrices of a store, this lane gives the address of one row of one.
+        const int row = lane() / 16 * 8 + lane() % 8;
+        const int key_unit = warp() * 2 + lane() / 8 % 2;  // of 8 keys, 16 bytes
+        const uint32_t target = ptx::smem_address(smem.ds) + at_ds.stage * Traits::kDsBytes +
+                                consumer * Traits::kRows * kRowBytes + row * kRowBytes +
+                                ((key_unit ^ (row % 8)) << 4);
+#pragma unroll
+        for (int k = 0; k < kRowSteps; ++k) {
+            ptx::stmatrix_x4_trans(target + k * kStepK * kRowBytes, ds[k]);
+        }
+    }
+
+    SPLITKV_DEVICE void store_dq(const float (&dq)[kDqRegisters]) {
+        RingBarriers<1>& barriers = smem.dq_barriers[consumer];
+        barriers.wait_empty(at_dq);
+#pragma unroll
+        for (int box = 0; box < Traits::kDqBoxes; ++box) {
+            store_box(dq + box * kBoxRegisters, params.softmax_scale,
+                      ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes);
+        }
+        hand_over(barriers);
+        at_dq.advance();
+    }
+
+    template <int kRegisters>
+    SPLITKV_DEVICE void stage_gradient(const float (&acc)[kRegisters], float factor) {
+        RingBarriers<1>& barriers = smem.out_barriers[consumer];
+        barriers.wait_empty(at_out);
+#pragma unroll
+        for (int box = 0; box < kRegisters / kBoxRegisters; ++box) {
+            store_box(acc + box * kBoxRegisters, factor, out_box_address(smem, consumer, box));
+        }
+        hand_over(barriers);
+        at_out.advance();
+    }
+
+    SPLITKV_DEVICE void hand_over(const RingBarriers<1>& barriers) const {
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barriers.full_address(0));
+    }
+
+    // 32 columns of an accumulator [64 rows, columns], scaled, to a box with the 128-byte swizzle.
+    SPLITKV_DEVICE void store_box(const float* acc, float factor, uint32_t box) const {
+        const int row = warp() * 16 + lane() / 4;
+#pragma unroll
+        for (int group = 0; group < kBoxRegisters / 4; ++group) {
+            const int unit = group * 2 + lane() % 4 / 2;  // of 4 columns, 16 bytes
+            const uint32_t target =
+                box + row * kRowBytes + ((unit ^ (row % 8)) << 4) + lane() % 2 * 8;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                ptx::st_shared_v2_f32(target + half * 8 * kRowBytes,
+                                      acc[4 * group + 2 * half] * factor,
+                                      acc[4 * group + 2 * half + 1] * factor);
+            }
+        }
+    }
+};
+
+}  // namespace splitkv::sm90

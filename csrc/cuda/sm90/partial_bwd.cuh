@@ -1,0 +1,124 @@
+// Backward of partial attention: adds to dk and dv of each key and to dq of each query row.
+//
+// A persistent grid of one CTA per SM. Warpgroup 0 holds two threads: the loader takes items,
+// dearest first, and loads k and v once and q, dout tile by tile with TMA; the writer adds dq to
+// global memory with TMA. The other warpgroups consume the tiles (mainloop_bwd.cuh). An item is a
+// KV tile of one KV head with all row tiles that see it, for all query heads of the group, so dk
+// and dv need no atomics: each CTA adds its registers once, or the parts of a split tile do so in
+// turn.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "cuda/launch.h"
+#include "cuda/sm90/backward_producer.cuh"
+#include "cuda/sm90/mainloop_bwd.cuh"
+#include "cuda/sm90/partial_bwd.h"
+#include "cuda/tensor_map.h"
+
+namespace splitkv::sm90 {
+
+template <typename Traits>
+SPLITKV_DEVICE void consume_backward(const BackwardKernelParams& params, BackwardSmem<Traits>& smem,
+                                     int index) {
+    BackwardConsumer<Traits> consumer(params, smem, index);
+    KvTileWork work;
+    while (consumer.next_work(&work)) consumer.run(work);
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardKernelParams params) {
+    extern __shared__ uint8_t raw_smem[];
+    const uint32_t misalignment = ptx::smem_address(raw_smem) % kSwizzleBytes;
+    auto& smem = *reinterpret_cast<BackwardSmem<Traits>*>(
+        raw_smem + (misalignment == 0 ? 0 : kSwizzleBytes - misalignment));
+    const int warpgroup = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
+    constexpr int kWarpsPerWarpgroup = kWarpgroupThreads / 32;
+    if (threadIdx.x == 0) {
+        constexpr int kWriters = 1;
+        smem.work_barriers.init(Traits::kConsumers * kWarpsPerWarpgroup + kWriters);
+        smem.k_barriers.init(Traits::kConsumers);
+        smem.v_barriers.init(Traits::kConsumers);
+        smem.q_barriers.init(Traits::kConsumers);
+        smem.dout_barriers.init(Traits::kConsumers);
+        for (int i = 0; i < Traits::kConsumers; ++i) {
+            for (const RingBarriers<1>* to_writer : {&smem.dq_barriers[i], &smem.out_barriers[i]}) {
+                ptx::mbarrier_init(to_writer->full_address(0), kWarpsPerWarpgroup);
+                ptx::mbarrier_init(to_writer->empty_address(0), kWriters);
+            }
+        }
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        ptx::setmaxnreg_dec<Traits::kProducerRegisters>();
+        if (threadIdx.x == 0) {
+            BackwardLoader<Traits>(params, smem).run();
+        } else if (threadIdx.x == 32) {
+            BackwardWriter<Traits>(params, smem).run();
+        }
+    } else {
+        ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
+        consume_backward<Traits>(params, smem, warpgroup - 1);
+    }
+}
+
+template <typename Traits>
+BackwardKernelParams make_kernel_params(const BackwardParams& params,
+                                        const BackwardWorkArrays& work,
+                                        const cuda::BackwardWorkShape& shape,
+                                        const BackwardWorkspace& workspace) {
+    constexpr double kLog2E = 1.44269504088896340736;
+    const auto heads = static_cast<int32_t>(shape.heads_per_tile);
+    const cuda::TensorMapBox rows{Traits::kRows / heads, heads};
+    const cuda::TensorMapBox keys{Traits::kKeys, 1};
+    BackwardKernelParams kernel_params{};
+    kernel_params.q = cuda::make_tensor_map("q", params.q, rows);
+    kernel_params.dout = cuda::make_tensor_map("dout", params.dout, rows);
+    kernel_params.k = cuda::make_tensor_map("k", params.k, keys);
+    kernel_params.v = cuda::make_tensor_map("v", params.v, keys);
+    kernel_params.dq = cuda::make_tensor_map("dq", params.dq, {kWarpgroupRows / heads, heads});
+    kernel_params.dk = cuda::make_tensor_map("dk", params.dk, {kWarpgroupRows, 1});
+    kernel_params.dv = cuda::make_tensor_map("dv", params.dv, {kWarpgroupRows, 1});
+    kernel_params.items = work.items;
+    kernel_params.row_tiles = work.row_tiles;
+    kernel_params.segments = work.segments;
+    kernel_params.statistics = workspace.statistics;
+    kernel_params.limits = workspace.limits;
+    kernel_params.counter = workspace.counter;
+    kernel_params.part_turns = workspace.part_turns;
+    kernel_params.dq_turns = workspace.dq_turns;
+    kernel_params.num_items = static_cast<int32_t>(shape.num_items);
+    kernel_params.num_row_tiles = static_cast<int32_t>(shape.num_row_tiles);
+    kernel_params.num_splits = static_cast<int32_t>(shape.num_splits);
+    kernel_params.num_heads_kv = static_cast<int32_t>(params.k.heads);
+    kernel_params.heads_per_tile = heads;
+    kernel_params.tile_heads_per_kv_head =
+        static_cast<int32_t>(params.q.heads / params.k.heads / shape.heads_per_tile);
+    kernel_params.is_head_major = static_cast<int32_t>(shape.is_head_major);
+    kernel_params.softmax_scale = params.softmax_scale;
+    kernel_params.scale_log2 = static_cast<float>(params.softmax_scale * kLog2E);
+    return kernel_params;
+}
+
+template <typename Traits>
+void launch_backward_kernel(const BackwardParams& params, const BackwardWorkArrays& work,
+                            const cuda::BackwardWorkShape& shape,
+                            const BackwardWorkspace& workspace) {
+    const int64_t num_work = shape.num_items * params.k.heads;
+    cuda::LaunchConfig config{};
+    config.grid = dim3(static_cast<unsigned>(
+        std::min<int64_t>(num_work, cuda::num_sms(params.launch.device_index))));
+    config.block = dim3(Traits::kThreads);
+    config.cluster = cuda::no_cluster();
+    config.smem_bytes = backward_smem_bytes<Traits>();
+    config.stream = static_cast<cudaStream_t>(params.launch.stream);
+    cuda::launch(backward_kernel<Traits>, config,
+                 make_kernel_params<Traits>(params, work, shape, workspace));
+}
+
+}  // namespace splitkv::sm90

@@ -1,0 +1,112 @@
+"""What the ops share on CUDA: what the kernels refuse, and where they run.
+
+Kernels run on the current stream of the tensors' device and never wait for the host.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+import megatron_splitkv._kernels as _kernels
+from megatron_splitkv.errors import UnsupportedError
+from megatron_splitkv.ops.work_lists import DeviceWork, WorkLists
+
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+BACKWARD_HEAD_DIMS = ((64, 64), (128, 128))
+_DTYPES = (torch.bfloat16, torch.float16)
+_ARCHITECTURE = (9, 0)
+
+
+def check_supported(q: Tensor, v: Tensor, head_dims: Sequence[tuple[int, int]] = HEAD_DIMS) -> None:
+    """Refuses by name what no CUDA kernel of this build can run.
+
+    Args:
+        q: query rows, `[Tq, Hq, D]`.
+        v: values, `[Tk, Hkv, Dv]`.
+        head_dims: the (D, Dv) that the op has kernels for.
+    Raises:
+        UnsupportedError: the build, the device, the dtype or the head dims have no kernel.
+    """
+    message = _refusal(q, v, head_dims)
+    if message is not None:
+        raise UnsupportedError(message)
+
+
+def _refusal(q: Tensor, v: Tensor, head_dims: Sequence[tuple[int, int]]) -> str | None:
+    if not _kernels.has_cuda_kernels():
+        return (
+            f"q is on {q.device}, but this build holds CPU kernels only; install megatron_splitkv "
+            "again where nvcc is on the PATH"
+        )
+    capability = _capability(q.device)
+    if capability != _ARCHITECTURE:
+        return (
+            f"{q.device} has compute capability {capability[0]}.{capability[1]}, needs 9.0 (H100, "
+            "H200); run on the CPU"
+        )
+    if q.dtype not in _DTYPES:
+        return f"q has dtype {q.dtype}, needs bfloat16 or float16 on CUDA; convert q, k and v"
+    dims = (q.shape[2], v.shape[2])
+    if dims not in head_dims:
+        need = ", ".join(str(pair) for pair in head_dims)
+        return f"head dims (qk, v) are {dims}, need one of {need} on CUDA; pad q, k and v"
+    return None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def forward_work(q: Tensor, k: Tensor, v: Tensor, work: WorkLists | None) -> DeviceWork:
+    """The work list that the forward needs on CUDA.
+
+    Raises:
+        ValueError: work is None, or does not fit the tensors.
+        UnsupportedError: see `check_supported`.
+    """
+    check_supported(q, v)
+    return _given(work, q).forward(q, k, v)
+
+
+def backward_work(q: Tensor, k: Tensor, v: Tensor, work: WorkLists | None) -> DeviceWork:
+    """The work list that the backward needs on CUDA.
+
+    Raises:
+        ValueError: work is None, or does not fit the tensors.
+        UnsupportedError: see `check_supported`.
+    """
+    check_supported(q, v, BACKWARD_HEAD_DIMS)
+    return _given(work, q).backward(q, k, v)
+
+
+def _given(work: WorkLists | None, q: Tensor) -> WorkLists:
+    if work is None:
+        raise ValueError(
+            f"work=None, but q is on {q.device}, where the kernels need a work list; pass "
+            "WorkLists(kv_begin.cpu(), kv_end.cpu()), made once for all layers of a microbatch"
+        )
+    return work
+
+
+def loadable(dout: Tensor, dtype: torch.dtype) -> Tensor:
+    """dout as the backward kernel takes it: a copy where it is of another dtype, or expanded.
+
+    An expanded tensor has strides of 0, which tensor maps do not know.
+    """
+    is_expanded = dout.numel() > 0 and 0 in dout.stride()
+    return (dout.contiguous() if is_expanded else dout).to(dtype)
+
+
+def cuda_launch(device: torch.device, workspace: Tensor | None) -> _kernels.Launch:
+    """Runs a kernel on the current stream of the device."""
+    return _kernels.Launch(
+        device=_kernels.Device.cuda,
+        stream=torch.cuda.current_stream(device).cuda_stream,
+        workspace=0 if workspace is None else workspace.data_ptr(),
+        workspace_bytes=0 if workspace is None else workspace.numel(),
+        num_threads=1,
+        device_index=device.index,
+    )
