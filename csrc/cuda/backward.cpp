@@ -66,20 +66,8 @@ void check_rows(const BackwardParams& params) {
         "dq must be contiguous");
 }
 
-// Added to four values at a time.
-void check_alignment(const char* name, const Rows& tensor) {
-    constexpr int64_t kVector = 4;
-    SPLITKV_CHECK(reinterpret_cast<int64_t>(tensor.data) % (kVector * 4) == 0 &&
-                      tensor.row_stride % kVector == 0 && tensor.head_stride % kVector == 0,
-                  name, " has strides of ", tensor.row_stride, " and ", tensor.head_stride,
-                  " values, needs multiples of 4 and an address that is one of 16 bytes; pass ",
-                  name, ".contiguous()");
-}
-
 void check_call(const BackwardParams& params, const BackwardWorkShape& shape) {
     check_rows(params);
-    check_alignment("dk", params.dk);
-    check_alignment("dv", params.dv);
     const Rows& q = params.q;
     SPLITKV_CHECK(shape.num_rows == q.rows && shape.num_keys == params.k.rows &&
                       shape.num_heads_q == q.heads && shape.num_heads_kv == params.k.heads &&

@@ -91,15 +91,6 @@ def _given(work: WorkLists | None, q: Tensor) -> WorkLists:
     return work
 
 
-def loadable(dout: Tensor, dtype: torch.dtype) -> Tensor:
-    """dout as the backward kernel takes it: a copy where it is of another dtype, or expanded.
-
-    An expanded tensor has strides of 0, which tensor maps do not know.
-    """
-    is_expanded = dout.numel() > 0 and 0 in dout.stride()
-    return (dout.contiguous() if is_expanded else dout).to(dtype)
-
-
 def cuda_launch(device: torch.device, workspace: Tensor | None) -> _kernels.Launch:
     """Runs a kernel on the current stream of the device."""
     return _kernels.Launch(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
-from megatron_splitkv.ops.cuda import backward_work, cuda_launch, forward_work, loadable
+from megatron_splitkv.ops.cuda import backward_work, cuda_launch, forward_work
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     OP_NAMESPACE,
@@ -379,7 +379,7 @@ def _backward_cuda(
     num_bytes = _kernels.cuda_backward_workspace_bytes(work_shape)
     workspace = q.new_empty(num_bytes, dtype=torch.uint8)
     _kernels.cuda_backward(
-        dout=as_rows(loadable(dout, q.dtype)),
+        dout=as_rows(dout.to(q.dtype)),
         q=as_rows(q),
         k=as_rows(k),
         v=as_rows(v),

@@ -239,7 +239,7 @@ def test_refusals() -> None:
             softmax_scale=case.softmax_scale,
         )  # fmt: skip
     shifted = torch.empty(dk.numel() + 1, device="cuda")[1:].view(dk.shape)
-    with pytest.raises(ValueError, match=r"dk has strides .*; pass dk\.contiguous\(\)"):
+    with pytest.raises(ValueError, match=r"dk has address .*; pass dk\.contiguous\(\)"):
         backward(case, lse, delta, shifted, dv)
     wide = make_backward_case(Shape(dim_qk=256, dim_v=256))
     with pytest.raises(UnsupportedError, match=r"head dims \(qk, v\) are \(256, 256\), need one"):

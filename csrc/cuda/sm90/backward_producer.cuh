@@ -6,17 +6,15 @@
 
 namespace splitkv::sm90 {
 
-// A row tile for one tile head: one step of the main loop.
+// One step of the main loop.
 struct StepWork {
-    int32_t row_begin;
-    int32_t tile;
+    int32_t tile;  // of rows
     int32_t tile_head;
     int32_t is_masked;
-    int32_t turn;  // of this KV tile at dq, in deterministic mode
 };
 
 // Calls visit(StepWork) for the steps of an item, in the order of the main loop.
-template <int kKeys, typename Visit>
+template <typename Visit>
 SPLITKV_DEVICE void for_each_step(const BackwardKernelParams& params, const KvTileWork& work,
                                   Visit visit) {
     const int first_head = work.kv_head * params.tile_heads_per_kv_head;
@@ -27,12 +25,7 @@ SPLITKV_DEVICE void for_each_step(const BackwardKernelParams& params, const KvTi
             const cuda::BackwardSegment segment = params.segments[work.segment_begin + i];
             step.is_masked = segment.is_masked;
             const int end = segment.first_tile + segment.num_tiles;
-            for (step.tile = segment.first_tile; step.tile < end; ++step.tile) {
-                const cuda::BackwardRowTile row_tile = params.row_tiles[step.tile];
-                step.row_begin = row_tile.row_begin;
-                step.turn = work.key_begin / kKeys - row_tile.first_kv_tile;
-                visit(step);
-            }
+            for (step.tile = segment.first_tile; step.tile < end; ++step.tile) visit(step);
         }
     }
 }
@@ -61,8 +54,7 @@ struct BackwardLoader {
             const KvTileWork work = work_of(index);
             publish(work);
             load_keys(work);
-            for_each_step<Traits::kKeys>(params, work,
-                                         [&](const StepWork& step) { load_rows(step); });
+            for_each_step(params, work, [&](const StepWork& step) { load_rows(step); });
             index = next;
         }
         KvTileWork end{};
@@ -110,13 +102,14 @@ struct BackwardLoader {
 
     SPLITKV_DEVICE void load_rows(const StepWork& step) {
         const int head = step.tile_head * params.heads_per_tile;
+        const int row_begin = params.row_tiles[step.tile].row_begin;
         const int stage = at_rows.stage;
         smem.q_barriers.wait_empty(at_rows);
         smem.is_masked[stage] = step.is_masked;
         const uint32_t barrier = smem.q_barriers.full_address(stage);
         load_boxes<Traits::kQkChunks, Traits::kRows>(
             &params.q, ptx::smem_address(smem.q) + stage * Traits::kQBytes, barrier, head,
-            step.row_begin, Traits::kQBytes + Traits::kStatisticsBytes + Traits::kLimitsBytes);
+            row_begin, Traits::kQBytes + Traits::kStatisticsBytes + Traits::kLimitsBytes);
         const int64_t tile_index = int64_t{step.tile_head} * params.num_row_tiles + step.tile;
         ptx::cp_async_bulk_load(
             ptx::smem_address(smem.statistics) + stage * Traits::kStatisticsBytes,
@@ -127,7 +120,7 @@ struct BackwardLoader {
         smem.dout_barriers.wait_empty(at_rows);
         load_boxes<Traits::kVChunks, Traits::kRows>(
             &params.dout, ptx::smem_address(smem.dout) + stage * Traits::kDoutBytes,
-            smem.dout_barriers.full_address(stage), head, step.row_begin, Traits::kDoutBytes);
+            smem.dout_barriers.full_address(stage), head, row_begin, Traits::kDoutBytes);
         at_rows.advance();
     }
 
@@ -145,18 +138,22 @@ struct BackwardLoader {
 };
 
 // Adds what the consumers leave in shared memory to dq, dk and dv. Several CTAs add to the same
-// rows of dq, in any order or, in deterministic mode, in turn.
+// rows of dq, in any order or, in deterministic mode, in turn. Two writers take the steps in turn,
+// as waiting for a turn, adding and passing it on takes longer than a step; the first also adds dk,
+// dv.
 template <typename Traits>
 struct BackwardWriter {
     using Smem = BackwardSmem<Traits>;
 
     const BackwardKernelParams& params;
     Smem& smem;
+    const int writer;  // 0 .. kWriters - 1
     RingCursor<kBackwardItemSlots> at_work;
-    RingCursor<1> at_dq;
-    RingCursor<1> at_out;
+    RingCursor<kWriters> at_dq;
+    uint32_t piece_parity = 0;
 
-    SPLITKV_DEVICE BackwardWriter(const BackwardKernelParams& p, Smem& s) : params(p), smem(s) {}
+    SPLITKV_DEVICE BackwardWriter(const BackwardKernelParams& p, Smem& s, int index)
+        : params(p), smem(s), writer(index) {}
 
     SPLITKV_DEVICE void run() {
         while (true) {
@@ -165,18 +162,22 @@ struct BackwardWriter {
             smem.work_barriers.release(at_work);
             at_work.advance();
             if (work.key_begin < 0) return;
-            for_each_step<Traits::kKeys>(params, work, [&](const StepWork& step) { add_dq(step); });
-            add_dk_dv(work);
+            for_each_step(params, work, [&](const StepWork& step) {
+                if (at_dq.stage == writer) add_dq(work, step);
+                at_dq.advance();
+            });
+            if (writer == 0) add_dk_dv(work);
         }
     }
 
   private:
-    SPLITKV_DEVICE void add_dq(const StepWork& step) {
+    SPLITKV_DEVICE void add_dq(const KvTileWork& work, const StepWork& step) {
+        const cuda::BackwardRowTile row_tile = params.row_tiles[step.tile];
         int32_t* turn = nullptr;
         if (params.dq_turns != nullptr) {
             // Asked for before dq is there, so that the answer is, too.
             turn = params.dq_turns + step.tile_head * params.num_row_tiles + step.tile;
-            wait_for_turn(turn, step.turn);
+            wait_for_turn(turn, work.key_begin / Traits::kKeys - row_tile.first_kv_tile);
         }
 #pragma unroll
         for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
@@ -190,12 +191,16 @@ struct BackwardWriter {
                 ptx::cp_reduce_async_bulk_tensor_3d_add(
                     &params.dq, ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes,
                     column + box * kBoxColumns, step.tile_head * params.heads_per_tile,
-                    step.row_begin + row);
+                    row_tile.row_begin + row);
             }
             ptx::cp_async_bulk_commit_group();
         }
-        release_buffers<0>(smem.dq_barriers, at_dq);
-        at_dq.advance();
+        // Each consumer gets its buffer back as soon as its add has read it.
+        static_assert(Traits::kConsumers == 2, "written out for two groups of adds");
+        ptx::cp_async_bulk_wait_group_read<1>();
+        smem.dq_barriers[0].release(at_dq);
+        ptx::cp_async_bulk_wait_group_read<0>();
+        smem.dq_barriers[1].release(at_dq);
         if (turn != nullptr) pass_turn(turn);
     }
 
@@ -205,36 +210,40 @@ struct BackwardWriter {
             turn = params.part_turns + work.turn_index;
             wait_for_turn(turn, work.part);
         }
-        add_boxes<Traits::kDvBoxes>(&params.dv, work);
-        add_boxes<Traits::kDkBoxes>(&params.dk, work);
+        for (int piece = 0; piece < Traits::kPieces; ++piece) {
+            add_piece(work, piece);
+            // All but this piece's adds have read their buffers.
+            ptx::cp_async_bulk_wait_group_read<1>();
+            if (piece > 0) release_piece(piece - 1);
+        }
+        ptx::cp_async_bulk_wait_group_read<0>();
+        release_piece(Traits::kPieces - 1);
+        piece_parity ^= 1;
         if (turn != nullptr) pass_turn(turn);
     }
 
-    template <int kBoxes>
-    SPLITKV_DEVICE void add_boxes(const CUtensorMap* map, const KvTileWork& work) {
+    SPLITKV_DEVICE void add_piece(const KvTileWork& work, int piece) {
+        const bool is_dv = piece < Traits::kDvPieces;
+        const CUtensorMap* map = is_dv ? &params.dv : &params.dk;
+        const int column = (is_dv ? piece : piece - Traits::kDvPieces) * kChunkColumns;
 #pragma unroll
         for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
-            smem.out_barriers[consumer].wait_full(at_out);
+            ptx::mbarrier_wait(smem.piece_barriers[consumer].full_address(piece), piece_parity);
 #pragma unroll
-            for (int box = 0; box < kBoxes; ++box) {
-                ptx::cp_reduce_async_bulk_tensor_3d_add(map, out_box_address(smem, consumer, box),
-                                                        box * kBoxColumns, work.kv_head,
-                                                        work.key_begin + consumer * kWarpgroupRows);
+            for (int box = 0; box < kChunkColumns / kBoxColumns; ++box) {
+                ptx::cp_reduce_async_bulk_tensor_3d_add(
+                    map, piece_box_address(smem, consumer, piece, box), column + box * kBoxColumns,
+                    work.kv_head, work.key_begin + consumer * kWarpgroupRows);
             }
-            ptx::cp_async_bulk_commit_group();
         }
-        release_buffers<0>(smem.out_barriers, at_out);
-        at_out.advance();
+        ptx::cp_async_bulk_commit_group();
     }
 
-    // Gives each consumer its buffers back as soon as its adds have read them.
-    template <int kConsumer>
-    SPLITKV_DEVICE void release_buffers(RingBarriers<1> (&barriers)[Traits::kConsumers],
-                                        const RingCursor<1>& at) {
-        ptx::cp_async_bulk_wait_group_read<Traits::kConsumers - 1 - kConsumer>();
-        barriers[kConsumer].release(at);
-        if constexpr (kConsumer + 1 < Traits::kConsumers)
-            release_buffers<kConsumer + 1>(barriers, at);
+    SPLITKV_DEVICE void release_piece(int piece) {
+#pragma unroll
+        for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+            ptx::mbarrier_arrive(smem.piece_barriers[consumer].empty_address(piece));
+        }
     }
 
     // Waits until a counter in global memory has reached `turn`. Whoever comes earlier was handed

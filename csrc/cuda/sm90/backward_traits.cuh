@@ -13,8 +13,9 @@
 
 namespace splitkv::sm90 {
 
-inline constexpr int kBackwardItemSlots = 2;  // the producer is at most one item ahead
-inline constexpr int kBoxColumns = 32;        // fp32 columns of a 128-byte row
+inline constexpr int kBackwardItemSlots = 2;  // the loader is at most one item ahead
+inline constexpr int kWriters = 2;
+inline constexpr int kBoxColumns = 32;                        // fp32 columns of a 128-byte row
 inline constexpr int kBoxBytes = kWarpgroupRows * kRowBytes;  // [64 rows, 32 columns]
 
 // A KV tile of one KV head, as the loader hands it to the writer and the consumers.
@@ -82,8 +83,13 @@ struct BackwardTraits {
     static constexpr int kDqColumns = kSplitsDqRows ? kDimQk : kDimQk / kConsumers;
     static constexpr int kDqBoxes = kDqColumns / kBoxColumns;  // of one consumer
     static constexpr int kDqBytes = kDqBoxes * kBoxBytes;
-    static constexpr int kDkBoxes = kDimQk / kBoxColumns;
-    static constexpr int kDvBoxes = kDimV / kBoxColumns;
+    // dv, then dk of a consumer leave in pieces of 64 columns. Each is staged in one of the
+    // consumer's buffers: that of dq, a spare one, its part of ds.
+    static constexpr int kDvPieces = kDimV / kChunkColumns;
+    static constexpr int kPieces = kDvPieces + kDimQk / kChunkColumns;
+    static constexpr int kPieceBytes = 2 * kBoxBytes;
+    static constexpr bool kHasSpare = kPieces > 2;
+    static constexpr int kDsPiece = kHasSpare ? 2 : 1;  // the one that is staged where ds was
     static constexpr int kProducerRegisters = 40;
     static constexpr int kConsumerRegisters = 232;
 
@@ -92,9 +98,9 @@ struct BackwardTraits {
     static_assert(kSplitsDqRows || kRows == kWarpgroupRows,
                   "the rows of dq go to the consumers, or all to each of them");
     static_assert(kDqColumns % kChunkColumns == 0, "a consumer's dq takes whole chunks of k");
-    static_assert(kDkBoxes <= kDqBoxes + kDsStages && kDvBoxes <= kDqBoxes + kDsStages &&
-                      (kDkBoxes <= kDqBoxes || kRows * kRowBytes == kBoxBytes),
-                  "dk or dv of a consumer fits where its dq and ds were");
+    static_assert(kPieces == 2 || kPieces == 4, "buffers for other numbers are not laid out");
+    static_assert(kDqBytes >= kPieceBytes && kRows * kDsStages * kRowBytes >= kPieceBytes,
+                  "a piece fits where a consumer's dq or ds was");
     static_assert(kDimQk % kChunkColumns == 0 && kDimV % kChunkColumns == 0,
                   "tiles are made of chunks of 64 columns");
 };
@@ -107,6 +113,8 @@ struct BackwardSmem {
     alignas(kSwizzleBytes) uint8_t dout[Traits::kStages][Traits::kDoutBytes];
     alignas(kSwizzleBytes) uint8_t ds[Traits::kDsStages][Traits::kDsBytes];
     alignas(kSwizzleBytes) uint8_t dq[Traits::kConsumers][Traits::kDqBytes];
+    alignas(kSwizzleBytes) uint8_t spare[Traits::kHasSpare ? Traits::kConsumers : 1]
+                                        [Traits::kHasSpare ? Traits::kPieceBytes : kSwizzleBytes];
     alignas(16) float statistics[Traits::kStages][2][Traits::kRows];
     alignas(16) int32_t limits[Traits::kStages][Traits::kRows][2];
     int32_t is_masked[Traits::kStages];
@@ -116,21 +124,28 @@ struct BackwardSmem {
     RingBarriers<1> v_barriers;
     RingBarriers<Traits::kStages> q_barriers;
     RingBarriers<Traits::kStages> dout_barriers;
-    RingBarriers<1> dq_barriers[Traits::kConsumers];
-    RingBarriers<1> out_barriers[Traits::kConsumers];  // dk or dv, where dq and ds were
+    // One buffer, but two barriers, as two writers take the steps in turn.
+    RingBarriers<kWriters> dq_barriers[Traits::kConsumers];
+    RingBarriers<Traits::kPieces> piece_barriers[Traits::kConsumers];
 };
 
-// Where box `box` of dk or dv of a consumer is staged: what its dq takes, then its part of ds.
+// Where a box of 32 columns of a piece of dv or dk is staged.
 template <typename Traits>
-SPLITKV_DEVICE uint32_t out_box_address(const BackwardSmem<Traits>& smem, int consumer, int box) {
-    if (box < Traits::kDqBoxes) return ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes;
-    return ptx::smem_address(smem.ds[box - Traits::kDqBoxes]) + consumer * kBoxBytes;
+SPLITKV_DEVICE uint32_t piece_box_address(const BackwardSmem<Traits>& smem, int consumer, int piece,
+                                          int box) {
+    if (piece == Traits::kDsPiece) {
+        // A consumer's part of a stage of ds: 64 or 128 rows of 128 bytes, one box or two.
+        constexpr int kBoxes = Traits::kRows * kRowBytes / kBoxBytes;
+        return ptx::smem_address(smem.ds[box / kBoxes]) +
+               (consumer * kBoxes + box % kBoxes) * kBoxBytes;
+    }
+    const uint8_t* buffer = piece == 1 ? smem.spare[consumer] : smem.dq[consumer];
+    return ptx::smem_address(buffer) + box * kBoxBytes;
 }
 
-// Dynamic shared memory starts at any multiple of 16; the tiles need one of 1024.
 template <typename Traits>
 constexpr int backward_smem_bytes() {
-    constexpr int kBytes = static_cast<int>(sizeof(BackwardSmem<Traits>)) + kSwizzleBytes;
+    constexpr int kBytes = static_cast<int>(sizeof(BackwardSmem<Traits>));
     static_assert(kBytes <= kMaxSmemBytes, "more shared memory than a CTA can have");
     return kBytes;
 }

@@ -23,7 +23,7 @@ struct BackwardConsumer {
     static constexpr int kColumnGroups = Traits::kRows / 8;  // of 8 rows, 2 of them in a thread
     static constexpr int kRowSteps = Traits::kRows / kStepK;
     static constexpr int kDqRegisters = Traits::kDqColumns / 2;
-    static constexpr bool kPreloadsLse = Traits::kRows == 64;  // else registers are short
+    static constexpr bool kHasRegisters = Traits::kRows == 64;  // to load lse early
     static constexpr int kBoxRegisters = kBoxColumns / 2;
     static constexpr int kDsBarrier = 1;  // named barrier; 0 is __syncthreads
     static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
@@ -37,8 +37,9 @@ struct BackwardConsumer {
     RingCursor<Traits::kStages> at_q;
     RingCursor<Traits::kStages> at_dout;
     RingCursor<Traits::kDsStages> at_ds;
-    RingCursor<1> at_dq;
-    RingCursor<1> at_out;
+    RingCursor<kWriters> at_dq;
+    RingCursor<kWriters> before_dq = {kWriters - 1, 1};  // the step before: none as yet
+    uint32_t piece_parity = 0;                           // of the item's dv and dk
     uint32_t k_low;     // of the consumer's keys, left operand of s
     uint32_t v_low;     // of the consumer's keys, left operand of dp
     uint32_t k_dq_low;  // of all keys, right operand of dq
@@ -86,24 +87,19 @@ struct BackwardConsumer {
         smem.k_barriers.wait_full(at_k);
         smem.v_barriers.wait_full(at_v);
         for (int i = 0; i < work.num_steps; ++i) {
+            const bool is_last = i + 1 == work.num_steps;
             smem.q_barriers.wait_full(at_q);
             if (uniform(smem.is_masked[at_q.stage]) != 0) {
-                step<true>();
+                step<true>(is_last);
             } else {
-                step<false>();
+                step<false>(is_last);
             }
-        }
-        if (is_leader()) {
-            smem.k_barriers.release(at_k);
-            smem.v_barriers.release(at_v);
         }
         at_k.advance();
         at_v.advance();
-        // The writer has read the last dq, and no consumer still reads ds.
-        smem.dq_barriers[consumer].wait_empty(at_dq);
-        ptx::barrier_sync(kDsBarrier, kConsumerThreads);
-        stage_gradient(dv, 1.0f);
-        stage_gradient(dk, params.softmax_scale);
+        smem.dq_barriers[consumer].wait_empty_of(before_dq);
+        stage_pieces<0>();
+        piece_parity ^= 1;
     }
 
   private:
@@ -112,9 +108,9 @@ struct BackwardConsumer {
     SPLITKV_DEVICE int row_of_group(int group) const { return 8 * group + 2 * (lane() % 4); }
 
     template <bool kIsMasked>
-    SPLITKV_DEVICE void step() {
+    SPLITKV_DEVICE void step(bool is_last) {
         float lse[2 * kColumnGroups];
-        if constexpr (kPreloadsLse) load_pairs(smem.statistics[at_q.stage][0], lse);
+        if constexpr (kHasRegisters) load_pairs(smem.statistics[at_q.stage][0], lse);
         float s[kScoreRegisters];
         float dp[kScoreRegisters];
         ptx::wgmma_fence();
@@ -124,29 +120,30 @@ struct BackwardConsumer {
         issue_dp(dp);
         ptx::wgmma_wait_group<1>();
         ptx::pin(s);
-        if constexpr (!kPreloadsLse) load_pairs(smem.statistics[at_q.stage][0], lse);
+        if constexpr (!kHasRegisters) load_pairs(smem.statistics[at_q.stage][0], lse);
         exponentiate(lse, s);
         if constexpr (kIsMasked) mask(s);
         uint32_t p[kRowSteps][4];
         pack(s, p);
         ptx::wgmma_wait_group<0>();
         ptx::pin(dp);
+        if (is_last && is_leader()) smem.v_barriers.release(at_v);
         float delta[2 * kColumnGroups];
         load_pairs(smem.statistics[at_q.stage][1], delta);
 #pragma unroll
         for (int i = 0; i < kScoreRegisters; ++i) dp[i] = s[i] * (dp[i] - delta[pair_index(i)]);
         uint32_t ds[kRowSteps][4];
         pack(dp, ds);
-        smem.out_barriers[consumer].wait_empty(at_out);
+        wait_piece_empty(Traits::kDsPiece, piece_parity ^ 1);
         store_ds(ds);
         ptx::wgmma_fence();
         issue_dv(p);
         ptx::fence_proxy_async();
         ptx::barrier_sync(kDsBarrier, kConsumerThreads);
-        finish_step(ds);
+        finish_step(ds, is_last);
     }
 
-    SPLITKV_DEVICE void finish_step(const uint32_t (&ds)[kRowSteps][4]) {
+    SPLITKV_DEVICE void finish_step(const uint32_t (&ds)[kRowSteps][4], bool is_last) {
         float dq[kDqRegisters];
         ptx::wgmma_fence();
         issue_dq(dq);
@@ -154,7 +151,10 @@ struct BackwardConsumer {
         ptx::wgmma_wait_group<1>();
         ptx::pin(dq);
         ptx::pin(dv);
-        if (is_leader()) smem.dout_barriers.release(at_dout);
+        if (is_leader()) {
+            smem.dout_barriers.release(at_dout);
+            if (is_last) smem.k_barriers.release(at_k);
+        }
         at_dout.advance();
         at_ds.advance();
         store_dq(dq);
@@ -286,33 +286,48 @@ struct BackwardConsumer {
     }
 
     SPLITKV_DEVICE void store_dq(const float (&dq)[kDqRegisters]) {
-        RingBarriers<1>& barriers = smem.dq_barriers[consumer];
-        barriers.wait_empty(at_dq);
+        smem.dq_barriers[consumer].wait_empty_of(before_dq);
+        wait_piece_empty(Traits::kPieces - 1, piece_parity ^ 1);
 #pragma unroll
         for (int box = 0; box < Traits::kDqBoxes; ++box) {
             store_box(dq + box * kBoxRegisters, params.softmax_scale,
                       ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes);
         }
-        hand_over(barriers);
+        hand_over(smem.dq_barriers[consumer].full_address(at_dq.stage));
+        before_dq = at_dq;
         at_dq.advance();
     }
 
-    template <int kRegisters>
-    SPLITKV_DEVICE void stage_gradient(const float (&acc)[kRegisters], float factor) {
-        RingBarriers<1>& barriers = smem.out_barriers[consumer];
-        barriers.wait_empty(at_out);
-#pragma unroll
-        for (int box = 0; box < kRegisters / kBoxRegisters; ++box) {
-            store_box(acc + box * kBoxRegisters, factor, out_box_address(smem, consumer, box));
+    // Leaves dv and dk for the writer, each piece as soon as its buffer is free.
+    template <int kPiece>
+    SPLITKV_DEVICE void stage_pieces() {
+        // No consumer still reads ds.
+        if constexpr (kPiece == Traits::kDsPiece) {
+            ptx::barrier_sync(kDsBarrier, kConsumerThreads);
         }
-        hand_over(barriers);
-        at_out.advance();
+        // The last piece shares the buffer of the first.
+        if constexpr (kPiece == 3) wait_piece_empty(0, piece_parity);
+        constexpr bool kIsDv = kPiece < Traits::kDvPieces;
+        constexpr int kColumn = (kIsDv ? kPiece : kPiece - Traits::kDvPieces) * kChunkColumns;
+        const float* acc = (kIsDv ? dv : dk) + kColumn / 2;
+#pragma unroll
+        for (int box = 0; box < kChunkColumns / kBoxColumns; ++box) {
+            store_box(acc + box * kBoxRegisters, kIsDv ? 1.0f : params.softmax_scale,
+                      piece_box_address(smem, consumer, kPiece, box));
+        }
+        hand_over(smem.piece_barriers[consumer].full_address(kPiece));
+        if constexpr (kPiece + 1 < Traits::kPieces) stage_pieces<kPiece + 1>();
     }
 
-    SPLITKV_DEVICE void hand_over(const RingBarriers<1>& barriers) const {
+    // Until the writer has read the piece of the item whose parity this is.
+    SPLITKV_DEVICE void wait_piece_empty(int piece, uint32_t parity) const {
+        ptx::mbarrier_wait(smem.piece_barriers[consumer].empty_address(piece), parity);
+    }
+
+    SPLITKV_DEVICE void hand_over(uint32_t barrier) const {
         ptx::fence_proxy_async();
         __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barriers.full_address(0));
+        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
     }
 
     // 32 columns of an accumulator [64 rows, columns], scaled, to a box with the 128-byte swizzle.

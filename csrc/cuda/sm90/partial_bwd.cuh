@@ -1,7 +1,7 @@
 // Backward of partial attention: adds to dk and dv of each key and to dq of each query row.
 //
-// A persistent grid of one CTA per SM. Warpgroup 0 holds two threads: the loader takes items,
-// dearest first, and loads k and v once and q, dout tile by tile with TMA; the writer adds dq to
+// A persistent grid of one CTA per SM. Warpgroup 0 holds three threads: a loader takes items,
+// dearest first, and loads k and v once and q, dout tile by tile with TMA; two writers add dq to
 // global memory with TMA. The other warpgroups consume the tiles (mainloop_bwd.cuh). An item is a
 // KV tile of one KV head with all row tiles that see it, for all query heads of the group, so dk
 // and dv need no atomics: each CTA adds its registers once, or the parts of a split tile do so in
@@ -32,24 +32,21 @@ SPLITKV_DEVICE void consume_backward(const BackwardKernelParams& params, Backwar
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardKernelParams params) {
-    extern __shared__ uint8_t raw_smem[];
-    const uint32_t misalignment = ptx::smem_address(raw_smem) % kSwizzleBytes;
-    auto& smem = *reinterpret_cast<BackwardSmem<Traits>*>(
-        raw_smem + (misalignment == 0 ? 0 : kSwizzleBytes - misalignment));
+    // No room to spare for aligning by hand; what starts at no multiple of 1024 would be garbage.
+    extern __shared__ __align__(kSwizzleBytes) uint8_t aligned_smem[];
+    if (ptx::smem_address(aligned_smem) % kSwizzleBytes != 0) __trap();
+    auto& smem = *reinterpret_cast<BackwardSmem<Traits>*>(aligned_smem);
     const int warpgroup = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     constexpr int kWarpsPerWarpgroup = kWarpgroupThreads / 32;
     if (threadIdx.x == 0) {
-        constexpr int kWriters = 1;
         smem.work_barriers.init(Traits::kConsumers * kWarpsPerWarpgroup + kWriters);
         smem.k_barriers.init(Traits::kConsumers);
         smem.v_barriers.init(Traits::kConsumers);
         smem.q_barriers.init(Traits::kConsumers);
         smem.dout_barriers.init(Traits::kConsumers);
         for (int i = 0; i < Traits::kConsumers; ++i) {
-            for (const RingBarriers<1>* to_writer : {&smem.dq_barriers[i], &smem.out_barriers[i]}) {
-                ptx::mbarrier_init(to_writer->full_address(0), kWarpsPerWarpgroup);
-                ptx::mbarrier_init(to_writer->empty_address(0), kWriters);
-            }
+            smem.dq_barriers[i].init(kWarpsPerWarpgroup, 1);
+            smem.piece_barriers[i].init(kWarpsPerWarpgroup, 1);
         }
         ptx::fence_mbarrier_init();
     }
@@ -59,7 +56,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         if (threadIdx.x == 0) {
             BackwardLoader<Traits>(params, smem).run();
         } else if (threadIdx.x == 32) {
-            BackwardWriter<Traits>(params, smem).run();
+            BackwardWriter<Traits>(params, smem, 0).run();
+        } else if (threadIdx.x == 64) {
+            BackwardWriter<Traits>(params, smem, 1).run();
         }
     } else {
         ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();

@@ -29,9 +29,10 @@ struct RingBarriers {
     uint64_t full[kNumStages];
     uint64_t empty[kNumStages];
 
-    SPLITKV_DEVICE void init(uint32_t num_consumers) {
+    SPLITKV_DEVICE void init(uint32_t num_consumers) { init(1, num_consumers); }
+    SPLITKV_DEVICE void init(uint32_t num_producers, uint32_t num_consumers) {
         for (int i = 0; i < kNumStages; ++i) {
-            ptx::mbarrier_init(ptx::smem_address(&full[i]), 1);
+            ptx::mbarrier_init(ptx::smem_address(&full[i]), num_producers);
             ptx::mbarrier_init(ptx::smem_address(&empty[i]), num_consumers);
         }
     }
@@ -46,6 +47,10 @@ struct RingBarriers {
     }
     SPLITKV_DEVICE void wait_empty(const RingCursor<kNumStages>& at) const {
         ptx::mbarrier_wait(empty_address(at.stage), at.parity ^ 1);
+    }
+    // Waits for the consumers of what was written at this place of the ring, not the round before.
+    SPLITKV_DEVICE void wait_empty_of(const RingCursor<kNumStages>& at) const {
+        ptx::mbarrier_wait(empty_address(at.stage), at.parity);
     }
     // By one thread of each consumer, after its reads.
     SPLITKV_DEVICE void release(const RingCursor<kNumStages>& at) const {
