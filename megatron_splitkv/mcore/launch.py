@@ -290,13 +290,10 @@ def check_device() -> None:
 
 
 def has_cuda_kernels() -> bool:
-    """Whether every op of the attention has a CUDA implementation in this build."""
-    import megatron_splitkv.ops as ops
+    """Whether this build holds the CUDA kernels of the attention."""
+    from megatron_splitkv.ops import cuda
 
-    return all(
-        torch._C._dispatch_has_kernel_for_dispatch_key(f"megatron_splitkv::{name}", "CUDA")
-        for name in ops.__all__
-    )
+    return cuda.is_built()
 
 
 def _print_on_first_rank(args: Namespace, line: str) -> None:

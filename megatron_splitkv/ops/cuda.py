@@ -19,6 +19,11 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _ARCHITECTURE = (9, 0)
 
 
+def is_built() -> bool:
+    """Whether this build holds CUDA kernels, whatever the machine."""
+    return _kernels.has_cuda_kernels()
+
+
 def check_supported(q: Tensor, v: Tensor, head_dims: Sequence[tuple[int, int]] = HEAD_DIMS) -> None:
     """Refuses by name what no CUDA kernel of this build can run.
 
@@ -35,7 +40,7 @@ def check_supported(q: Tensor, v: Tensor, head_dims: Sequence[tuple[int, int]] =
 
 
 def _refusal(q: Tensor, v: Tensor, head_dims: Sequence[tuple[int, int]]) -> str | None:
-    if not _kernels.has_cuda_kernels():
+    if not is_built():
         return (
             f"q is on {q.device}, but this build holds CPU kernels only; install megatron_splitkv "
             "again where nvcc is on the PATH"
