@@ -23,10 +23,10 @@ fi
 # Sizes that suit the machine.
 if ((gpus > 0)); then
     default_cp=$gpus default_seq=32768 default_iters=200
-    default_layers=24 default_hidden=1024 default_heads=16 default_kv_heads=4
+    default_layers=24 default_hidden=1024 default_heads=16 default_kv_heads=4 default_lr=6e-4
 else
     default_cp=2 default_seq=4096 default_iters=60
-    default_layers=4 default_hidden=128 default_heads=4 default_kv_heads=2
+    default_layers=4 default_hidden=128 default_heads=4 default_kv_heads=2 default_lr=3e-3
 fi
 
 # ---- knobs ----------------------------------------------------------------------------------
@@ -44,6 +44,7 @@ LAYERS="${LAYERS:-$default_layers}"       # the model: layers,
 HIDDEN="${HIDDEN:-$default_hidden}"       #   width,
 HEADS="${HEADS:-$default_heads}"          #   query heads,
 KV_HEADS="${KV_HEADS:-$default_kv_heads}" #   key and value heads
+LR="${LR:-$default_lr}"                   # peak learning rate
 DATA="${DATA:-}"                          # folder of text; empty: Python's standard library
 MAX_BYTES="${MAX_BYTES:-$((32 << 20))}"   # text that is taken from it
 OUT="${OUT:-$here/out}"                   # where prepared data goes
@@ -100,7 +101,7 @@ args=(
     --seq-length "$SEQ_LEN" --max-position-embeddings "$SEQ_LEN"
     --micro-batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH"
     --train-iters "$TRAIN_ITERS"
-    --lr 3e-3 --lr-decay-style cosine --lr-warmup-iters $((TRAIN_ITERS / 20)) --min-lr 3e-4
+    --lr "$LR" --lr-decay-style cosine --lr-warmup-iters $((TRAIN_ITERS / 20)) --min-lr 6e-5
     --clip-grad 1.0 --weight-decay 0.1
     --calculate-per-token-loss --no-create-attention-mask-in-dataloader
     --data-path "$data" --data-cache-path "$OUT/data/cache" --split 100,0,0

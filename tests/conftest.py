@@ -1,6 +1,14 @@
 """Markers of the suite: without a GPU the default run still covers everything else."""
 
+import os
+
 import pytest
+from hypothesis import settings
+
+# CI tries the same examples each time; a developer's run searches on.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 def pytest_configure(config: pytest.Config) -> None:
