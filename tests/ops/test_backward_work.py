@@ -12,7 +12,10 @@ from tests.ops.cases import INTERVALS
 KEYS = 128  # of a KV tile
 ROWS = {64: 128, 128: 64}  # of a row tile, by head dim
 NUM_SMS = 132
-NAMES = ["num_rows", "num_keys", "num_heads_q", "num_heads_kv", "head_dim_qk", "head_dim_v", "heads_per_tile", "num_items", "num_row_tiles", "num_segments", "num_splits", "is_head_major", "is_deterministic"]
+NAMES = (
+    "num_rows num_keys num_heads_q num_heads_kv head_dim_qk head_dim_v heads_per_tile num_items "
+    "num_row_tiles num_segments num_splits is_head_major is_deterministic"
+)
 
 
 def _build(
@@ -37,7 +40,7 @@ def _build(
         num_sms=NUM_SMS,
         is_deterministic=is_deterministic,
     )
-    shape = dict(zip(NAMES, work.shape, strict=True))
+    shape = dict(zip(NAMES.split(), work.shape, strict=True))
     ints = torch.full((work.num_ints,), -7, dtype=torch.int32)
     work.write(ints.data_ptr())
     counts = [8 * shape["num_items"], 4 * shape["num_row_tiles"], 4 * shape["num_segments"]]
