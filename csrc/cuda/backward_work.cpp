@@ -141,9 +141,12 @@ class CostModel {
     // Longest first onto the SM that is free first, as the kernel's counter hands items out.
     double microseconds(int64_t max_steps) const {
         constexpr double kItemUs = 5.0;  // keys loaded, gradients added; nothing hides them
+        constexpr double kTurnUs = 3.0;  // parts of a KV tile end together and add one by one
         std::vector<int64_t> parts;
+        int64_t most_parts = 1;
         for (const int64_t steps : num_steps_) {
             const int64_t num_parts = (steps + max_steps - 1) / max_steps;
+            most_parts = std::max(most_parts, num_parts);
             for (int64_t i = 0; i < num_parts; ++i) parts.push_back((steps + i) / num_parts);
         }
         std::sort(parts.begin(), parts.end(), std::greater<>());
@@ -158,7 +161,7 @@ class CostModel {
                 last = std::max(last, end);
             }
         }
-        return last;
+        return last + static_cast<double>(most_parts - 1) * kTurnUs;
     }
 
   private:
@@ -182,10 +185,8 @@ int64_t choose_max_steps(const BackwardWorkRequest& request, const Cut& cut,
     int64_t best = dearest;
     double best_us = model.microseconds(dearest);
     constexpr double kWorthwhile = 0.97;
-    constexpr int kMaxWaves = 4;
-    for (int waves = 1; waves <= kMaxWaves; ++waves) {
-        const int64_t max_steps = std::max<int64_t>(1, total / (int64_t{waves} * request.num_sms));
-        if (max_steps >= dearest) continue;
+    for (const int64_t num_parts : {2, 3, 4, 6, 8, 12, 16, 24, 32, 48}) {
+        const int64_t max_steps = (dearest + num_parts - 1) / num_parts;
         const double us = model.microseconds(max_steps);
         if (us < kWorthwhile * best_us) {
             best_us = us;
@@ -245,6 +246,18 @@ void check_request(const BackwardWorkRequest& request) {
                   " must be a multiple of num_heads_kv=", request.num_heads_kv);
 }
 
+// Whether neighbours in time should share the rows of one head, which L2 then holds, or the heads
+// of one KV tile, whose keys and gradients lie side by side in memory.
+bool is_head_major(const BackwardWorkRequest& request, const std::vector<BackwardItem>& items) {
+    constexpr int64_t kHeldBytes = 24 << 20;  // half of the L2 of an H200
+    constexpr int64_t kRowBytes = 2 + 4;      // q or dout, and dq in fp32
+    const bool is_even =
+        !items.empty() && items.back().num_steps * 5 >= items.front().num_steps * 4;
+    return is_even && request.num_rows * request.num_heads_q *
+                              (request.head_dim_qk * kRowBytes + request.head_dim_v * 2) >
+                          kHeldBytes;
+}
+
 }  // namespace
 
 BackwardWork build_backward_work(const BackwardWorkRequest& request) {
@@ -284,9 +297,7 @@ BackwardWork build_backward_work(const BackwardWorkRequest& request) {
         std::stable_sort(
             work.items.begin(), work.items.end(),
             [](const BackwardItem& a, const BackwardItem& b) { return a.num_steps > b.num_steps; });
-        // Equal items: neighbours in time share the rows of one head, which L2 then holds.
-        shape.is_head_major = !work.items.empty() &&
-                              work.items.back().num_steps * 5 >= work.items.front().num_steps * 4;
+        shape.is_head_major = is_head_major(request, work.items);
     }
     return work;
 }

@@ -89,6 +89,14 @@ SPLITKV_DEVICE uint64_t createpolicy_evict_first() {
     return policy;
 }
 
+// Brings a box of a rank-3 map into L2.
+SPLITKV_DEVICE void cp_async_bulk_prefetch_tensor_3d(const CUtensorMap* map, int column, int head,
+                                                     int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map),
+                 "r"(column), "r"(head), "r"(row)
+                 : "memory");
+}
+
 SPLITKV_DEVICE void prefetch_tensormap(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -1,0 +1,167 @@
+"""Work lists of the CUDA backward: pure host code, tested without a GPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import megatron_splitkv._kernels as _kernels
+from tests.ops.cases import INTERVALS
+
+KEYS = 128  # of a KV tile
+ROWS = {64: 128, 128: 64}  # of a row tile, by head dim
+NUM_SMS = 132
+NAMES = (
+    "num_rows num_keys num_heads_q num_heads_kv head_dim_qk head_dim_v heads_per_tile num_items "
+    "num_row_tiles num_segments num_splits is_head_major is_deterministic"
+)
+
+
+def _build(
+    begin: Tensor,
+    end: Tensor,
+    num_keys: int,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 128,
+    is_deterministic: bool = False,
+) -> tuple[dict[str, int], Tensor, Tensor, Tensor]:
+    """Sizes, items `[n, 8]`, row tiles `[t, 4]` and segments `[s, 4]`."""
+    work = _kernels.BackwardWork(
+        kv_begin=begin.data_ptr(),
+        kv_end=end.data_ptr(),
+        num_rows=len(begin),
+        num_keys=num_keys,
+        num_heads_q=heads[0],
+        num_heads_kv=heads[1],
+        head_dim_qk=head_dim,
+        head_dim_v=head_dim,
+        num_sms=NUM_SMS,
+        is_deterministic=is_deterministic,
+    )
+    shape = dict(zip(NAMES.split(), work.shape, strict=True))
+    ints = torch.full((work.num_ints,), -7, dtype=torch.int32)
+    work.write(ints.data_ptr())
+    counts = [8 * shape["num_items"], 4 * shape["num_row_tiles"], 4 * shape["num_segments"]]
+    items, row_tiles, segments = ints.split(counts)
+    return shape, items.view(-1, 8), row_tiles.view(-1, 4), segments.view(-1, 4)
+
+
+def _check(
+    begin: Tensor,
+    end: Tensor,
+    num_keys: int,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 128,
+    is_deterministic: bool = False,
+) -> None:
+    """Every visible pair is covered once, whole tiles are whole, turns are all taken in order."""
+    shape, items, row_tiles, segments = _build(
+        begin, end, num_keys, heads=heads, head_dim=head_dim, is_deterministic=is_deterministic
+    )
+    max_rows = ROWS[head_dim] // shape["heads_per_tile"]
+    tile_of_row = torch.full((len(begin),), -1)
+    for index, (row, rows, _, _) in enumerate(row_tiles.tolist()):
+        assert 1 <= rows <= max_rows
+        assert (tile_of_row[row : row + rows] == -1).all()
+        tile_of_row[row : row + rows] = index
+    assert (tile_of_row >= 0).all()
+
+    visits: dict[int, list[int]] = {}  # KV tiles that visit a row tile, in the order of the list
+    parts: dict[int, list[int]] = {}
+    masked: dict[tuple[int, int], bool] = {}
+    for kv_tile, first, count, steps, part, num_parts, _, _ in items.tolist():
+        mine = segments[first : first + count]
+        assert steps == int(mine[:, 1].sum()) > 0
+        parts.setdefault(kv_tile, []).append(part)
+        assert part < num_parts
+        for start, tiles, is_masked, _ in mine.tolist():
+            for tile in range(start, start + tiles):
+                assert (tile, kv_tile) not in masked, "covered twice"
+                masked[tile, kv_tile] = bool(is_masked)
+                visits.setdefault(tile, []).append(kv_tile)
+    for order in parts.values():
+        assert order == list(range(len(order))), "a later part comes before an earlier one"
+
+    for row in range(len(begin)):
+        low, high, tile = int(begin[row]), int(end[row]), int(tile_of_row[row])
+        if low >= high:
+            continue
+        for kv_tile in range(low // KEYS, (high - 1) // KEYS + 1):
+            is_cut = low > kv_tile * KEYS or high < (kv_tile + 1) * KEYS
+            assert masked[tile, kv_tile] or not is_cut, "a cut tile without mask"
+    for tile, kv_tiles in visits.items():
+        turns = sorted(kv_tile - int(row_tiles[tile, 2]) for kv_tile in kv_tiles)
+        assert turns == list(range(len(turns)))
+        if is_deterministic:
+            assert kv_tiles == sorted(kv_tiles), "handed out before one that it waits for"
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (7, 1), (32, 8)])
+@pytest.mark.parametrize("keys", [0, 1, 129, 1000])
+@pytest.mark.parametrize("rows", [0, 1, 17, 128, 300])
+@pytest.mark.parametrize("intervals", INTERVALS)
+def test_pairs_are_covered_once(
+    intervals: str, rows: int, keys: int, heads: tuple[int, int], is_deterministic: bool
+) -> None:
+    begin, end = INTERVALS[intervals](rows, keys, torch.Generator().manual_seed(rows))
+    for head_dim in ROWS:
+        _check(begin, end, keys, heads, head_dim, is_deterministic)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    docs=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 900)), max_size=8),
+    heads=st.sampled_from([(1, 1), (8, 1), (16, 4)]),
+)
+def test_documents_with_ragged_rows(docs: list[tuple[int, int]], heads: tuple[int, int]) -> None:
+    begins, ends, start = [torch.zeros(0)], [torch.zeros(0)], 0
+    for rows, keys in docs:
+        begins.append(torch.full((rows,), start))
+        ends.append(start + torch.linspace(0, keys, rows).round())
+        start += keys
+    _check(torch.cat(begins).int(), torch.cat(ends).int(), start, heads)
+
+
+def _full(rows: int, keys: int) -> tuple[Tensor, Tensor]:
+    end = torch.full((rows,), keys, dtype=torch.int32)
+    return torch.zeros_like(end), end
+
+
+def test_few_keys_split_their_rows() -> None:
+    shape, items, _, _ = _build(*_full(60000, 1024), 1024, heads=(2, 1))
+    assert shape["num_splits"] == 8
+    assert NUM_SMS // 2 <= len(items) <= NUM_SMS
+    assert int(items[:, 3].max()) - int(items[:, 3].min()) <= 1
+
+
+def test_long_documents_are_not_split() -> None:
+    end = torch.arange(1, 16385, dtype=torch.int32)
+    shape, items, _, segments = _build(torch.zeros_like(end), end, 16384, heads=(16, 16))
+    assert shape["num_splits"] == 0
+    assert len(items) == 128
+    assert items[:, 3].tolist() == list(range(256, 0, -2)), "dearest first"
+    # Two row tiles on the diagonal, then whole ones.
+    assert segments[segments[:, 2] == 1, 1].tolist() == [2] * 128
+
+
+def test_short_queries_share_a_tile() -> None:
+    shape, items, row_tiles, _ = _build(*_full(16, 131072), 131072, heads=(32, 8))
+    assert shape["heads_per_tile"] == 4
+    assert len(row_tiles) == 1
+    assert len(items) == 1024
+    assert not shape["is_head_major"], "the heads of a KV tile lie side by side"
+
+
+def test_interval_beyond_the_keys_is_refused() -> None:
+    begin, end = _full(5, 100)
+    with pytest.raises(ValueError, match=r"row 0 sees keys \[0, 100\), needs a part of \[0, 99\)"):
+        _build(begin, end, 99)
+
+
+def test_head_dims_without_a_kernel_are_refused() -> None:
+    begin, end = _full(5, 100)
+    with pytest.raises(ValueError, match=r"backward of head dims \(256, 256\), needs \(64, 64\)"):
+        _build(begin, end, 100, head_dim=256)
