@@ -20,6 +20,7 @@ from megatron_splitkv.attention import SplitKVContext, splitkv_attention
 from megatron_splitkv.errors import UnsupportedError
 from megatron_splitkv.mcore.plans import PlanBook
 from megatron_splitkv.mcore.refusals import (
+    refuse_missing_kernels,
     refuse_other_mask,
     refuse_unsupported_call,
     refuse_unsupported_config,
@@ -69,7 +70,7 @@ class SplitKVAttention(MegatronModule):
             attention_dropout: must be 0; None takes the configuration's.
             softmax_scale: factor of the logits; None takes `1 / sqrt(k_channels)`.
             k_channels: dim of a key head; None takes `config.kv_channels`.
-            v_channels: not needed, value dims are read from the tensors.
+            v_channels: dim of a value head; None takes that of the keys.
             cp_comm_type: not used; Split-KV is its own way of communicating.
             pg_collection: process groups with `tp` and `cp`; None takes Megatron's global ones.
         Raises:
@@ -91,6 +92,7 @@ class SplitKVAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.queries = _layer_queries(config, layer_number, attn_mask_type)
         head_dim = k_channels or config.kv_channels
+        refuse_missing_kernels(config, head_dim, v_channels or head_dim)
         self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         self._make_softmax_offset(config.num_attention_heads // self.tp_group.size())
 

@@ -4,12 +4,14 @@ Checked when the module is built, so that it also holds for frameworks that make
 `TransformerConfig` without Megatron's command line.
 """
 
+import torch
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_splitkv.errors import UnsupportedError
 from megatron_splitkv.mcore import hooks
+from megatron_splitkv.ops import cuda
 
 _OTHER_IMPL = "or use --context-parallel-impl megatron"
 _SUPPORTED_MASKS = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.no_mask)
@@ -98,6 +100,31 @@ def refuse_unsupported_layer(
             f"window_size={config.window_size} with attn_mask_type={attn_mask_type} is not "
             f"supported by split-kv attention, whose windows are causal; leave one out, "
             f"{_OTHER_IMPL}"
+        )
+
+
+def refuse_missing_kernels(config: TransformerConfig, dim_qk: int, dim_v: int) -> None:
+    """Raises on a GPU for head dims or a dtype that cannot be trained there.
+
+    Args:
+        config: the model's configuration.
+        dim_qk, dim_v: elements of a key head and of a value head.
+    Raises:
+        UnsupportedError: names the dims or the dtype, and what there is.
+    """
+    if not torch.cuda.is_available():
+        return
+    if (dim_qk, dim_v) not in cuda.BACKWARD_HEAD_DIMS:
+        dims = ", ".join(map(str, cuda.BACKWARD_HEAD_DIMS))
+        raise UnsupportedError(
+            f"head dims ({dim_qk}, {dim_v}) of keys and values cannot be trained by split-kv "
+            f"attention on a GPU, whose backward kernels are for {dims}; change --kv-channels, "
+            f"{_OTHER_IMPL}"
+        )
+    if config.params_dtype not in (torch.bfloat16, torch.float16):
+        raise UnsupportedError(
+            f"params_dtype={config.params_dtype} is not supported by split-kv attention on a GPU, "
+            f"whose kernels are bf16 and fp16; add --bf16, {_OTHER_IMPL}"
         )
 
 

@@ -85,7 +85,7 @@ class PlanReport:
         return max_over_mean(self.tokens)
 
     def as_dict(self) -> dict[str, object]:
-        """The figures as plain values; byte totals are over all ranks."""
+        """The figures as plain values: byte totals over all ranks, then each rank's own."""
         per_rank = {
             "cost": self.cost,
             "tokens": self.tokens,
@@ -97,6 +97,8 @@ class PlanReport:
             "fingerprint": self.fingerprint,
             "cost_max_over_mean": self.cost_max_over_mean,
             "tokens_max_over_mean": self.tokens_max_over_mean,
+            "cost": self.cost,
+            "tokens": self.tokens,
             "whole_documents": self.whole_documents,
             "bytes_forward": sum(self.bytes_forward),
             "bytes_backward": sum(self.bytes_backward),

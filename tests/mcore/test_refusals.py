@@ -1,0 +1,28 @@
+"""What the module refuses on a GPU, told before anything runs there."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_splitkv.errors import UnsupportedError
+from megatron_splitkv.mcore.refusals import refuse_missing_kernels
+
+BF16 = SimpleNamespace(params_dtype=torch.bfloat16)
+FP32 = SimpleNamespace(params_dtype=torch.float32)
+
+
+def test_head_dims_and_dtypes_without_kernels_are_refused_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refuse_missing_kernels(BF16, 128, 128)
+    with pytest.raises(
+        UnsupportedError, match=r"head dims \(192, 128\) .* \(64, 64\), \(128, 128\)"
+    ):
+        refuse_missing_kernels(BF16, 192, 128)
+    with pytest.raises(UnsupportedError, match=r"params_dtype=torch.float32 .* add --bf16"):
+        refuse_missing_kernels(FP32, 128, 128)
+
+
+def test_the_cpu_takes_any(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refuse_missing_kernels(FP32, 12, 8)
