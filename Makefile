@@ -20,7 +20,9 @@ PYTEST_LIMIT_S ?= 1200
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CUDA_SOURCES := $(shell find csrc -name '*.cu')
 CUDA_OBJECTS := $(CUDA_SOURCES:%.cu=build/cuda/%.o)
-CUDA_GENCODE ?= arch=compute_90a,code=sm_90a
+# As in CMakeLists.txt, but for the PTX.
+GENCODE_SM90 := -gencode=arch=compute_90a,code=sm_90a
+GENCODE_SM80 := -gencode=arch=compute_80,code=sm_80
 INSTALLED := .venv/installed
 
 .PHONY: example test build venv lint format isa cuda clean
@@ -78,10 +80,13 @@ cuda: venv $(CUDA_OBJECTS)
 	@python tools/check_ptxas.py $(CUDA_OBJECTS:.o=.log)
 endif
 
+build/cuda/%.o: GENCODE = $(GENCODE_SM80) $(GENCODE_SM90)
+build/cuda/csrc/cuda/sm80/%.o: GENCODE = $(GENCODE_SM80)
+build/cuda/csrc/cuda/sm90/%.o: GENCODE = $(GENCODE_SM90)
 build/cuda/%.o: %.cu
 	mkdir -p $(@D)
 	log=$(@:.o=.log)
-	nvcc -std=c++17 -O3 -gencode=$(CUDA_GENCODE) -Icsrc -Xptxas -v -MMD -MP -c $< -o $@ \
+	nvcc -std=c++17 -O3 $(GENCODE) -Icsrc -Xptxas -v -MMD -MP -c $< -o $@ \
 	    >$$log 2>&1 || { cat $$log; exit 1; }
 
 -include $(CUDA_OBJECTS:.o=.d)

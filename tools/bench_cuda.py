@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.layout import build_layout
 from megatron_splitkv.ops import WorkLists, merge_partials_, partial_attention
 from megatron_splitkv.plan import make_plan
@@ -178,6 +179,19 @@ class Problem:
         return worst
 
 
+def on_sm80(call: Callable[[], object]) -> Callable[[], object]:
+    """The call with the kernels that every card since compute capability 8.0 runs."""
+
+    def run() -> object:
+        _kernels.force_cuda_family("sm80")
+        try:
+            return call()
+        finally:
+            _kernels.force_cuda_family("auto")
+
+    return run
+
+
 def time_in_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each call in each round, after two rounds of warm-up.
 
@@ -226,9 +240,11 @@ def bench_shape(shape: Shape, rounds: int) -> list[Line]:
     """Our forward in turns with torch's backends, where they can run the shape."""
     problem = Problem(shape)
     problem.check()
+    on_sm80(problem.check)()
     calls: dict[str, Callable[[], object]] = {
         "ours": problem.ours,
         "ours 16-bit out": partial(problem.ours, shape.dtype),
+        "ours sm80": on_sm80(problem.ours),
     }
     if shape.mask in ("full", "causal"):
         for name, backend in CONTESTANTS.items():

@@ -27,6 +27,7 @@ from bench_cuda import (
     Shape,
     lines_of,
     make_intervals,
+    on_sm80,
     print_table,
     time_in_turns,
 )
@@ -144,10 +145,12 @@ def bench_shape(shape: Shape, rounds: int) -> list[Line]:
     """Our backward in both modes, in turns with torch's backends where they can run the shape."""
     problem = BackwardProblem(shape)
     worst = max(problem.check_gradients(work) for work in (problem.work, problem.in_order))
+    on_sm80(partial(problem.check_gradients, problem.work))()
     print(f"{shape.name}: worst rel-L2 of sampled rows and keys {worst:.2e}")
     calls: dict[str, Callable[[], object]] = {
         "ours": partial(problem.gradients, problem.work),
         "ours deterministic": partial(problem.gradients, problem.in_order),
+        "ours sm80": on_sm80(partial(problem.gradients, problem.work)),
     }
     for name, backend in CONTESTANTS.items() if shape.mask in ("full", "causal") else ():
         try:

@@ -4,11 +4,13 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "common/check.h"
 #include "cuda/backend.h"
 #include "cuda/backward_work.h"
+#include "cuda/family.h"
 #include "cuda/forward_work.h"
 
 namespace splitkv {
@@ -64,20 +66,22 @@ void write_forward(const ForwardWork& work, uintptr_t target) {
 }
 
 int64_t num_backward_ints(const BackwardWork& work) {
-    return static_cast<int64_t>(
-        (num_bytes(work.items) + num_bytes(work.row_tiles) + num_bytes(work.segments)) /
-        sizeof(int32_t));
+    return static_cast<int64_t>((num_bytes(work.items) + num_bytes(work.row_tiles) +
+                                 num_bytes(work.segments) + num_bytes(work.dq_items) +
+                                 num_bytes(work.dq_merge_rows)) /
+                                sizeof(int32_t));
 }
 
 void write_backward(const BackwardWork& work, uintptr_t target) {
-    append(work.segments, append(work.row_tiles, append(work.items, as_pointer<char>(target))));
+    char* end = append(work.row_tiles, append(work.items, as_pointer<char>(target)));
+    append(work.dq_merge_rows, append(work.dq_items, append(work.segments, end)));
 }
 
 void bind_forward_work(py::module_& m) {
     py::class_<ForwardWork>(m, "ForwardWork")
         .def(py::init([](uintptr_t kv_begin, uintptr_t kv_end, int64_t num_rows, int64_t num_keys,
                          int64_t num_heads_q, int64_t num_heads_kv, int64_t head_dim_qk,
-                         int64_t head_dim_v, int32_t num_sms) {
+                         int64_t head_dim_v, int32_t num_sms, const std::string& family) {
                  ForwardWorkRequest request{};
                  request.kv_begin = as_pointer<const int32_t>(kv_begin);
                  request.kv_end = as_pointer<const int32_t>(kv_end);
@@ -88,11 +92,13 @@ void bind_forward_work(py::module_& m) {
                  request.head_dim_qk = head_dim_qk;
                  request.head_dim_v = head_dim_v;
                  request.num_sms = num_sms;
+                 request.family = cuda::family_from_name(family);
                  return cuda::build_forward_work(request);
              }),
              py::kw_only(), py::arg("kv_begin"), py::arg("kv_end"), py::arg("num_rows"),
              py::arg("num_keys"), py::arg("num_heads_q"), py::arg("num_heads_kv"),
-             py::arg("head_dim_qk"), py::arg("head_dim_v"), py::arg("num_sms"), release_gil())
+             py::arg("head_dim_qk"), py::arg("head_dim_v"), py::arg("num_sms"), py::arg("family"),
+             release_gil())
         .def_property_readonly("num_ints", &num_forward_ints)
         .def("write", &write_forward, py::arg("target"))
         .def_property_readonly("shape",
@@ -103,7 +109,8 @@ void bind_backward_work(py::module_& m) {
     py::class_<BackwardWork>(m, "BackwardWork")
         .def(py::init([](uintptr_t kv_begin, uintptr_t kv_end, int64_t num_rows, int64_t num_keys,
                          int64_t num_heads_q, int64_t num_heads_kv, int64_t head_dim_qk,
-                         int64_t head_dim_v, int32_t num_sms, bool is_deterministic) {
+                         int64_t head_dim_v, int32_t num_sms, bool is_deterministic,
+                         const std::string& family) {
                  BackwardWorkRequest request{};
                  request.kv_begin = as_pointer<const int32_t>(kv_begin);
                  request.kv_end = as_pointer<const int32_t>(kv_end);
@@ -114,13 +121,14 @@ void bind_backward_work(py::module_& m) {
                  request.head_dim_qk = head_dim_qk;
                  request.head_dim_v = head_dim_v;
                  request.num_sms = num_sms;
+                 request.family = cuda::family_from_name(family);
                  request.is_deterministic = is_deterministic;
                  return cuda::build_backward_work(request);
              }),
              py::kw_only(), py::arg("kv_begin"), py::arg("kv_end"), py::arg("num_rows"),
              py::arg("num_keys"), py::arg("num_heads_q"), py::arg("num_heads_kv"),
              py::arg("head_dim_qk"), py::arg("head_dim_v"), py::arg("num_sms"),
-             py::arg("is_deterministic"), release_gil())
+             py::arg("is_deterministic"), py::arg("family"), release_gil())
         .def_property_readonly("num_ints", &num_backward_ints)
         .def("write", &write_backward, py::arg("target"))
         .def_property_readonly("shape",
@@ -219,6 +227,13 @@ void bind_kernels(py::module_& m) {
 
 void bind_cuda(py::module_& m) {
     m.def("has_cuda_kernels", &cuda::is_built, "Whether this build holds CUDA kernels");
+    m.def(
+        "cuda_family",
+        [](int major, int minor) { return cuda::family_name(cuda::family_of(major, minor)); },
+        py::arg("major"), py::arg("minor"),
+        "Kernels for a device of this compute capability: sm90 or sm80");
+    m.def("force_cuda_family", &cuda::force_family, py::arg("name"),
+          "For debugging and tests: sm80 on every device; 'auto' restores the best one");
     bind_forward_work(m);
     bind_backward_work(m);
     bind_kernels(m);

@@ -5,6 +5,7 @@
 #include "attention/checks.h"
 #include "cuda/backend.h"
 #include "cuda/launch.h"
+#include "cuda/sm80/partial_bwd.h"
 #include "cuda/sm90/partial_bwd.h"
 
 namespace splitkv::cuda {
@@ -20,20 +21,32 @@ struct WorkspaceLayout {
     int64_t part_turns;
     int64_t dq_turns;
     int64_t counters_end;
-    int64_t statistics;
+    int64_t statistics;  // sm_90 alone, as limits
     int64_t limits;
+    int64_t part_dq;  // sm_80 alone
     int64_t end;
 };
 
+bool is_sm90(const BackwardWorkShape& shape) {
+    return static_cast<Family>(shape.family) == Family::kSm90;
+}
+
 WorkspaceLayout workspace_layout(const BackwardWorkShape& shape) {
     constexpr auto kWord = static_cast<int64_t>(sizeof(int32_t));
+    WorkspaceLayout layout{};
+    layout.part_turns = kWord;
+    layout.dq_turns = layout.part_turns + shape.num_splits * shape.num_heads_kv * kWord;
+    if (!is_sm90(shape)) {
+        layout.counters_end = layout.dq_turns;
+        layout.part_dq = aligned(layout.counters_end);
+        layout.end =
+            layout.part_dq + shape.num_dq_part_rows * shape.num_heads_q * shape.head_dim_qk * kWord;
+        return layout;
+    }
     const int64_t tile_rows =
         sm90::backward_tile(static_cast<int>(shape.head_dim_qk), static_cast<int>(shape.head_dim_v))
             .rows;
     const int64_t num_tiles = shape.num_row_tiles * (shape.num_heads_q / shape.heads_per_tile);
-    WorkspaceLayout layout{};
-    layout.part_turns = kWord;
-    layout.dq_turns = layout.part_turns + shape.num_splits * shape.num_heads_kv * kWord;
     layout.counters_end = layout.dq_turns + (shape.is_deterministic ? num_tiles * kWord : 0);
     layout.statistics = aligned(layout.counters_end);
     layout.limits = layout.statistics + num_tiles * 2 * tile_rows * kWord;
@@ -82,8 +95,14 @@ void check_call(const BackwardParams& params, const BackwardWorkShape& shape) {
                   backward_workspace_bytes(shape));
 }
 
-sm90::BackwardWorkspace make_workspace(const BackwardWorkShape& shape,
-                                       const WorkspaceLayout& layout, char* base) {
+void backward_sm90(const BackwardParams& params, const int32_t* work,
+                   const BackwardWorkShape& shape, const WorkspaceLayout& layout, char* base) {
+    // The kernels add to dq.
+    const Rows& dq = params.dq;
+    const auto dq_bytes = static_cast<size_t>(dq.rows * dq.heads * dq.dim) * sizeof(float);
+    SPLITKV_CUDA_CHECK(
+        cudaMemsetAsync(dq.data, 0, dq_bytes, static_cast<cudaStream_t>(params.launch.stream)));
+    if (shape.num_items == 0) return;
     sm90::BackwardWorkspace workspace{};
     workspace.counter = reinterpret_cast<int32_t*>(base);
     workspace.part_turns = reinterpret_cast<int32_t*>(base + layout.part_turns);
@@ -91,30 +110,6 @@ sm90::BackwardWorkspace make_workspace(const BackwardWorkShape& shape,
         shape.is_deterministic ? reinterpret_cast<int32_t*>(base + layout.dq_turns) : nullptr;
     workspace.statistics = reinterpret_cast<float*>(base + layout.statistics);
     workspace.limits = reinterpret_cast<int32_t*>(base + layout.limits);
-    return workspace;
-}
-
-}  // namespace
-
-int64_t backward_workspace_bytes(const BackwardWorkShape& shape) {
-    return workspace_layout(shape).end + kAlignment;
-}
-
-void backward(const BackwardParams& params, const int32_t* work, const BackwardWorkShape& shape) {
-    check_call(params, shape);
-    const Rows& dq = params.dq;
-    if (dq.rows * dq.heads == 0) return;
-    const DeviceGuard guard(params.launch.device_index);
-    auto* stream = static_cast<cudaStream_t>(params.launch.stream);
-    const auto dq_bytes = static_cast<size_t>(dq.rows * dq.heads * dq.dim) * sizeof(float);
-    SPLITKV_CUDA_CHECK(cudaMemsetAsync(dq.data, 0, dq_bytes, stream));
-    if (shape.num_items == 0) return;
-
-    const WorkspaceLayout layout = workspace_layout(shape);
-    char* base = reinterpret_cast<char*>(
-        aligned(static_cast<int64_t>(reinterpret_cast<uintptr_t>(params.launch.workspace))));
-    const sm90::BackwardWorkspace workspace = make_workspace(shape, layout, base);
-    SPLITKV_CUDA_CHECK(cudaMemsetAsync(base, 0, static_cast<size_t>(layout.counters_end), stream));
     sm90::BackwardWorkArrays arrays{};
     arrays.items = reinterpret_cast<const BackwardItem*>(work);
     arrays.row_tiles = reinterpret_cast<const BackwardRowTile*>(arrays.items + shape.num_items);
@@ -125,6 +120,55 @@ void backward(const BackwardParams& params, const int32_t* work, const BackwardW
         sm90::launch_backward_of<__nv_bfloat16>(params, arrays, shape, workspace);
     } else {
         sm90::launch_backward_of<__half>(params, arrays, shape, workspace);
+    }
+}
+
+// The kernels write every row of dq.
+void backward_sm80(const BackwardParams& params, const int32_t* work,
+                   const BackwardWorkShape& shape, const WorkspaceLayout& layout, char* base) {
+    sm80::BackwardWorkspace workspace{};
+    workspace.counter = reinterpret_cast<int32_t*>(base);
+    workspace.part_turns = reinterpret_cast<int32_t*>(base + layout.part_turns);
+    workspace.part_dq = params.dq;
+    workspace.part_dq.data = base + layout.part_dq;
+    workspace.part_dq.rows = shape.num_dq_part_rows;
+    workspace.part_dq.row_stride = params.dq.heads * params.dq.dim;
+    workspace.part_dq.head_stride = params.dq.dim;
+    sm80::BackwardWorkArrays arrays{};
+    arrays.items = reinterpret_cast<const BackwardItem*>(work);
+    arrays.row_tiles = reinterpret_cast<const BackwardRowTile*>(arrays.items + shape.num_items);
+    arrays.segments =
+        reinterpret_cast<const BackwardSegment*>(arrays.row_tiles + shape.num_row_tiles);
+    arrays.dq_items = reinterpret_cast<const ForwardItem*>(arrays.segments + shape.num_segments);
+    arrays.dq_rows = reinterpret_cast<const MergeRow*>(arrays.dq_items + shape.num_dq_items);
+    if (params.q.dtype == DType::kBFloat16) {
+        sm80::launch_backward_of<__nv_bfloat16>(params, arrays, shape, workspace);
+    } else {
+        sm80::launch_backward_of<__half>(params, arrays, shape, workspace);
+    }
+    sm80::sum_split_rows(params.dq, workspace.part_dq, arrays.dq_rows, shape.num_dq_merge_rows,
+                         params.launch.stream);
+}
+
+}  // namespace
+
+int64_t backward_workspace_bytes(const BackwardWorkShape& shape) {
+    return workspace_layout(shape).end + kAlignment;
+}
+
+void backward(const BackwardParams& params, const int32_t* work, const BackwardWorkShape& shape) {
+    check_call(params, shape);
+    if (params.dq.rows * params.dq.heads == 0) return;
+    const DeviceGuard guard(params.launch.device_index);
+    const WorkspaceLayout layout = workspace_layout(shape);
+    char* base = reinterpret_cast<char*>(
+        aligned(static_cast<int64_t>(reinterpret_cast<uintptr_t>(params.launch.workspace))));
+    SPLITKV_CUDA_CHECK(cudaMemsetAsync(base, 0, static_cast<size_t>(layout.counters_end),
+                                       static_cast<cudaStream_t>(params.launch.stream)));
+    if (is_sm90(shape)) {
+        backward_sm90(params, work, shape, layout, base);
+    } else {
+        backward_sm80(params, work, shape, layout, base);
     }
 }
 

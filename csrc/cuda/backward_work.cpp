@@ -3,15 +3,31 @@
 #include <algorithm>
 #include <functional>
 #include <queue>
+#include <utility>
 #include <vector>
 
 #include "common/check.h"
 #include "cuda/row_tiles.h"
+#include "cuda/sm80/tiles.h"
 
 namespace splitkv::cuda {
 namespace {
 
-using sm90::BackwardTile;
+struct TileSize {
+    int rows;
+    int keys;
+};
+
+TileSize tile_of(const BackwardWorkRequest& request) {
+    const auto head_dim_qk = static_cast<int>(request.head_dim_qk);
+    const auto head_dim_v = static_cast<int>(request.head_dim_v);
+    if (request.family == Family::kSm90) {
+        const sm90::BackwardTile tile = sm90::backward_tile(head_dim_qk, head_dim_v);
+        return {tile.rows, tile.keys};
+    }
+    const sm80::KeyTileSize tile = sm80::backward_tile(head_dim_qk, head_dim_v);
+    return {tile.rows, tile.keys};
+}
 
 // KV tiles [begin, end) of a row tile that any of its rows sees, and those that all rows which see
 // any key see whole.
@@ -33,7 +49,7 @@ Reach reach_of(const RowTile& tile, int32_t keys) {
 
 // One way to cut the rows: the heads that share a tile, and the tiles.
 struct Cut {
-    BackwardTile size;
+    TileSize size;
     int64_t heads_per_tile;
     int64_t tile_heads_per_kv_head;
     std::vector<RowTile> tiles;
@@ -42,8 +58,7 @@ struct Cut {
 
 Cut make_cut(const BackwardWorkRequest& request, bool is_packed) {
     Cut cut{};
-    cut.size = sm90::backward_tile(static_cast<int>(request.head_dim_qk),
-                                   static_cast<int>(request.head_dim_v));
+    cut.size = tile_of(request);
     const int64_t group = request.num_heads_q / request.num_heads_kv;
     cut.heads_per_tile = is_packed ? group : 1;
     cut.tile_heads_per_kv_head = group / cut.heads_per_tile;
@@ -59,11 +74,13 @@ Cut make_cut(const BackwardWorkRequest& request, bool is_packed) {
 
 // Packing the heads of a group makes tiles of fewer query rows. It wins where whole tiles of one
 // head would be half empty, or meet many keys that few of their rows see. A packed tile must be
-// whole query rows for each consumer.
+// whole query rows, for each consumer on sm_90.
 Cut choose_packing(const BackwardWorkRequest& request) {
     const int64_t group = request.num_heads_q / request.num_heads_kv;
     Cut plain = make_cut(request, false);
-    if (group == 1 || sm90::kWarpgroupRows % group != 0) return plain;
+    const bool can_pack = request.family == Family::kSm90 ? sm90::kWarpgroupRows % group == 0
+                                                          : group <= plain.size.rows;
+    if (group == 1 || !can_pack) return plain;
     Cut packed = make_cut(request, true);
     constexpr double kWorthwhile = 0.98;  // equal costs favour whole rows of one head
     const bool is_cheaper = static_cast<double>(packed.total_cost) <
@@ -131,10 +148,11 @@ class CostModel {
     CostModel(const BackwardWorkRequest& request, const Cut& cut,
               const std::vector<int64_t>& num_steps)
         : request_(request), num_steps_(num_steps) {
-        constexpr double kFlopsPerUsPerSm = 4.3e6;  // 570 TFLOP/s over 132 SMs
+        // 570 TFLOP/s over 132 SMs; 130 over the 108 of an A100.
+        const double flops_per_us = request.family == Family::kSm90 ? 4.3e6 : 1.2e6;
         const double dims = 3.0 * static_cast<double>(request.head_dim_qk) +
                             2.0 * static_cast<double>(request.head_dim_v);
-        step_us_ = 2.0 * cut.size.rows * cut.size.keys * dims / kFlopsPerUsPerSm *
+        step_us_ = 2.0 * cut.size.rows * cut.size.keys * dims / flops_per_us *
                    static_cast<double>(cut.tile_heads_per_kv_head);
     }
 
@@ -237,9 +255,13 @@ void emit_items(const std::vector<std::vector<BackwardSegment>>& segments, int64
 }
 
 void check_request(const BackwardWorkRequest& request) {
-    SPLITKV_CHECK(sm90::has_backward(request.head_dim_qk, request.head_dim_v),
-                  "no CUDA kernel for the backward of head dims (", request.head_dim_qk, ", ",
-                  request.head_dim_v, "), needs (64, 64) or (128, 128)");
+    const bool is_sm90 = request.family == Family::kSm90;
+    const bool has_kernel = is_sm90 ? sm90::has_backward(request.head_dim_qk, request.head_dim_v)
+                                    : sm80::has_kernels(request.head_dim_qk, request.head_dim_v);
+    SPLITKV_CHECK(
+        has_kernel, "no CUDA kernel for the backward of head dims (", request.head_dim_qk, ", ",
+        request.head_dim_v, "), needs ",
+        is_sm90 ? "(64, 64) or (128, 128)" : "(64, 64), (128, 128), (192, 128) or (256, 256)");
     check_intervals(request.kv_begin, request.kv_end, request.num_rows, request.num_keys);
     SPLITKV_CHECK(request.num_heads_kv >= 1 && request.num_heads_q % request.num_heads_kv == 0,
                   "num_heads_q=", request.num_heads_q,
@@ -256,6 +278,30 @@ bool is_head_major(const BackwardWorkRequest& request, const std::vector<Backwar
     return is_even && request.num_rows * request.num_heads_q *
                               (request.head_dim_qk * kRowBytes + request.head_dim_v * 2) >
                           kHeldBytes;
+}
+
+// The list of the sm_80 kernel for dq: like that of a forward, and its splits are summed.
+void add_dq_list(const BackwardWorkRequest& request, BackwardWork* work) {
+    ForwardWorkRequest rows{};
+    rows.kv_begin = request.kv_begin;
+    rows.kv_end = request.kv_end;
+    rows.num_rows = request.num_rows;
+    rows.num_keys = request.num_keys;
+    rows.num_heads_q = request.num_heads_q;
+    rows.num_heads_kv = request.num_heads_kv;
+    rows.head_dim_qk = request.head_dim_qk;
+    rows.head_dim_v = request.head_dim_v;
+    rows.num_sms = request.num_sms;
+    rows.family = request.family;
+    rows.walk = RowWalk::kDq;
+    ForwardWork list = build_forward_work(rows);
+    work->shape.dq_heads_per_tile = list.shape.heads_per_tile;
+    work->shape.num_dq_items = list.shape.num_items;
+    work->shape.is_dq_head_major = list.shape.is_head_major;
+    work->shape.num_dq_merge_rows = list.shape.num_merge_rows;
+    work->shape.num_dq_part_rows = list.shape.num_part_rows;
+    work->dq_items = std::move(list.items);
+    work->dq_merge_rows = std::move(list.merge_rows);
 }
 
 }  // namespace
@@ -285,15 +331,18 @@ BackwardWork build_backward_work(const BackwardWorkRequest& request) {
     shape.num_heads_kv = request.num_heads_kv;
     shape.head_dim_qk = request.head_dim_qk;
     shape.head_dim_v = request.head_dim_v;
+    shape.family = static_cast<int64_t>(request.family);
     shape.heads_per_tile = cut.heads_per_tile;
     shape.num_row_tiles = num_row_tiles;
     shape.is_deterministic = request.is_deterministic;
     emit_items(segments, choose_max_steps(request, cut, num_steps), &work);
     shape.num_items = static_cast<int64_t>(work.items.size());
     shape.num_segments = static_cast<int64_t>(work.segments.size());
+    if (request.family == Family::kSm80) add_dq_list(request, &work);
     // In deterministic mode the order of KV tiles is that of their turns at dq, and an item must
     // not be handed out before one that it waits for.
-    if (!request.is_deterministic) {
+    const bool has_turns_at_dq = request.is_deterministic && request.family == Family::kSm90;
+    if (!has_turns_at_dq) {
         std::stable_sort(
             work.items.begin(), work.items.end(),
             [](const BackwardItem& a, const BackwardItem& b) { return a.num_steps > b.num_steps; });

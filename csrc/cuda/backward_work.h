@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/forward_work.h"
 #include "cuda/sm90/tiles.h"
 
 namespace splitkv::cuda {
@@ -50,6 +51,14 @@ struct BackwardWorkShape {
     int64_t num_heads_kv;
     int64_t head_dim_qk;
     int64_t head_dim_v;
+    int64_t family;  // Family
+    // Of the second list, which the sm_80 kernel for dq walks over; 0 for sm_90.
+    int64_t dq_heads_per_tile;
+    int64_t num_dq_items;
+    int64_t is_dq_head_major;
+    int64_t num_dq_merge_rows;
+    int64_t num_dq_part_rows;
+    // Of the first list.
     int64_t heads_per_tile;  // query heads that share a row tile: 1, or the whole group
     int64_t num_items;
     int64_t num_row_tiles;
@@ -63,6 +72,8 @@ struct BackwardWork {
     std::vector<BackwardItem> items;  // in the order in which they are handed out
     std::vector<BackwardRowTile> row_tiles;
     std::vector<BackwardSegment> segments;
+    std::vector<ForwardItem> dq_items;    // sm_80 alone: for dq, which is then not added to
+    std::vector<MergeRow> dq_merge_rows;  // sm_80 alone: rows of dq that are sums of parts
     BackwardWorkShape shape;
 };
 
@@ -76,6 +87,7 @@ struct BackwardWorkRequest {
     int64_t head_dim_qk;
     int64_t head_dim_v;
     int32_t num_sms;
+    Family family;
     bool is_deterministic;
 };
 

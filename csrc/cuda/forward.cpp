@@ -6,6 +6,7 @@
 #include "cuda/backend.h"
 #include "cuda/launch.h"
 #include "cuda/merge.cuh"
+#include "cuda/sm80/partial_fwd.h"
 #include "cuda/sm90/partial_fwd.h"
 
 namespace splitkv::cuda {
@@ -67,6 +68,24 @@ void check_call(const ForwardParams& params, const ForwardWorkShape& shape) {
                   forward_workspace_bytes(shape));
 }
 
+void launch_sm90(const ForwardParams& params, const ForwardItem* items,
+                 const ForwardWorkShape& shape, const sm90::ForwardWorkspace& workspace) {
+    if (params.q.dtype == DType::kBFloat16) {
+        sm90::launch_forward_of<__nv_bfloat16>(params, items, shape, workspace);
+    } else {
+        sm90::launch_forward_of<__half>(params, items, shape, workspace);
+    }
+}
+
+void launch_sm80(const ForwardParams& params, const ForwardItem* items,
+                 const ForwardWorkShape& shape, const sm80::ForwardParts& parts) {
+    if (params.q.dtype == DType::kBFloat16) {
+        sm80::launch_forward_of<__nv_bfloat16>(params, items, shape, parts);
+    } else {
+        sm80::launch_forward_of<__half>(params, items, shape, parts);
+    }
+}
+
 }  // namespace
 
 bool is_built() { return true; }
@@ -82,20 +101,18 @@ void forward(const ForwardParams& params, const int32_t* work, const ForwardWork
     const WorkspaceLayout layout = workspace_layout(shape);
     char* base = reinterpret_cast<char*>(
         aligned(static_cast<int64_t>(reinterpret_cast<uintptr_t>(params.launch.workspace))));
-    sm90::ForwardWorkspace workspace{};
-    workspace.part_out = float_rows(base + layout.part_out, shape, shape.head_dim_v);
-    workspace.part_lse = float_rows(base + layout.part_lse, shape, 1);
-    workspace.counter = reinterpret_cast<int32_t*>(base + layout.counter);
-
+    const Rows part_out = float_rows(base + layout.part_out, shape, shape.head_dim_v);
+    const Rows part_lse = float_rows(base + layout.part_lse, shape, 1);
     const auto* items = reinterpret_cast<const ForwardItem*>(work);
-    if (params.q.dtype == DType::kBFloat16) {
-        sm90::launch_forward_of<__nv_bfloat16>(params, items, shape, workspace);
+    if (static_cast<Family>(shape.family) == Family::kSm90) {
+        launch_sm90(params, items, shape,
+                    {part_out, part_lse, reinterpret_cast<int32_t*>(base + layout.counter)});
     } else {
-        sm90::launch_forward_of<__half>(params, items, shape, workspace);
+        launch_sm80(params, items, shape, {part_out, part_lse});
     }
     const auto* merge_rows = reinterpret_cast<const MergeRow*>(items + shape.num_items);
-    merge_split_rows(params.out, params.lse, workspace.part_out, workspace.part_lse, merge_rows,
-                     shape.num_merge_rows, params.launch.stream);
+    merge_split_rows(params.out, params.lse, part_out, part_lse, merge_rows, shape.num_merge_rows,
+                     params.launch.stream);
 }
 
 }  // namespace splitkv::cuda

@@ -7,17 +7,46 @@
 
 #include "common/check.h"
 #include "cuda/row_tiles.h"
+#include "cuda/sm80/tiles.h"
 
 namespace splitkv::cuda {
 namespace {
 
-using sm90::ForwardTile;
 using sm90::TileKind;
+
+struct TileSize {
+    int rows;
+    int keys;
+};
+
+TileSize tile_of(const ForwardWorkRequest& request, TileKind kind) {
+    const auto head_dim_qk = static_cast<int>(request.head_dim_qk);
+    const auto head_dim_v = static_cast<int>(request.head_dim_v);
+    if (request.family == Family::kSm90) {
+        const sm90::ForwardTile tile = sm90::forward_tile(head_dim_qk, head_dim_v, kind);
+        return {tile.rows, tile.keys};
+    }
+    const sm80::RowTileSize tile = request.walk == RowWalk::kDq
+                                       ? sm80::dq_tile(head_dim_qk, head_dim_v)
+                                       : sm80::forward_tile(head_dim_qk, head_dim_v);
+    return {tile.rows, tile.keys};
+}
+
+bool has_tile_kind(const ForwardWorkRequest& request, TileKind kind) {
+    return request.family == Family::kSm90 &&
+           sm90::has_tile_kind(static_cast<int>(request.head_dim_qk),
+                               static_cast<int>(request.head_dim_v), kind);
+}
+
+// CTAs that run at once: two of the small ones of sm_80 share an SM, on most cards.
+int64_t num_slots(const ForwardWorkRequest& request) {
+    return request.family == Family::kSm90 ? request.num_sms : 2 * int64_t{request.num_sms};
+}
 
 // One way to cut the rows: the tile sizes, the heads that share a tile, and the tiles.
 struct Cut {
     TileKind kind;
-    ForwardTile size;
+    TileSize size;
     int64_t heads_per_tile;
     int64_t num_heads;  // times that each tile is done
     std::vector<RowTile> tiles;
@@ -25,15 +54,14 @@ struct Cut {
     int64_t max_cost;    // key tiles of the dearest row tile
 };
 
-int64_t cost_of(const RowTile& tile, const ForwardTile& size) {
+int64_t cost_of(const RowTile& tile, const TileSize& size) {
     return num_key_tiles(tile.min_begin, tile.max_end, size.keys);
 }
 
 Cut make_cut(const ForwardWorkRequest& request, TileKind kind, bool is_packed) {
     Cut cut{};
     cut.kind = kind;
-    cut.size = sm90::forward_tile(static_cast<int>(request.head_dim_qk),
-                                  static_cast<int>(request.head_dim_v), kind);
+    cut.size = tile_of(request, kind);
     cut.heads_per_tile = is_packed ? request.num_heads_q / request.num_heads_kv : 1;
     cut.num_heads = request.num_heads_q / cut.heads_per_tile;
     cut.tiles =
@@ -59,7 +87,7 @@ Cut choose_packing(const ForwardWorkRequest& request, TileKind kind) {
     constexpr double kWorthwhile = 0.98;  // of the cost; equal costs favour whole rows of one head
     const bool is_cheaper = static_cast<double>(packed.total_cost) <
                             kWorthwhile * static_cast<double>(plain.total_cost);
-    return is_cheaper || num_plain_items < kFewWaves * request.num_sms ? packed : plain;
+    return is_cheaper || num_plain_items < kFewWaves * num_slots(request) ? packed : plain;
 }
 
 void classify(const RowTile& tile, int32_t key_tile, ForwardItem* item) {
@@ -78,16 +106,13 @@ double weighted_keys(const Cut& cut) {
 }
 
 Cut choose_cut(const ForwardWorkRequest& request) {
-    const int head_dim_qk = static_cast<int>(request.head_dim_qk);
-    const int head_dim_v = static_cast<int>(request.head_dim_v);
     const int64_t group = request.num_heads_q / request.num_heads_kv;
-    const ForwardTile small = sm90::forward_tile(head_dim_qk, head_dim_v, TileKind::kShort);
-    if (sm90::has_tile_kind(head_dim_qk, head_dim_v, TileKind::kShort) &&
-        request.num_rows * group <= small.rows) {
+    if (has_tile_kind(request, TileKind::kShort) &&
+        request.num_rows * group <= tile_of(request, TileKind::kShort).rows) {
         return make_cut(request, TileKind::kShort, true);
     }
     Cut edge = choose_packing(request, TileKind::kEdge);
-    if (!sm90::has_tile_kind(head_dim_qk, head_dim_v, TileKind::kInterior)) return edge;
+    if (!has_tile_kind(request, TileKind::kInterior)) return edge;
     Cut interior = choose_packing(request, TileKind::kInterior);
     return weighted_keys(interior) < weighted_keys(edge) ? interior : edge;
 }
@@ -96,9 +121,10 @@ Cut choose_cut(const ForwardWorkRequest& request) {
 class CostModel {
   public:
     CostModel(const ForwardWorkRequest& request, const Cut& cut) : request_(request), cut_(cut) {
-        constexpr double kFlopsPerUsPerSm = 5.2e6;  // 690 TFLOP/s over 132 SMs
+        // 690 TFLOP/s over 132 SMs; 170 over the 108 of an A100, which two CTAs share.
+        const double flops_per_us = request.family == Family::kSm90 ? 5.2e6 : 0.8e6;
         const double dims = static_cast<double>(request.head_dim_qk + request.head_dim_v);
-        tile_us_ = 2.0 * cut.size.rows * cut.size.keys * dims / kFlopsPerUsPerSm;
+        tile_us_ = 2.0 * cut.size.rows * cut.size.keys * dims / flops_per_us;
     }
 
     double microseconds(int64_t max_tiles) const {
@@ -123,11 +149,11 @@ class CostModel {
     }
 
   private:
-    // Longest first onto the SM that is free first, as the kernel's counter hands items out.
+    // Longest first onto the slot that is free first, as the kernel's counter hands items out.
     double makespan(std::vector<int64_t>* pieces, double item_us) const {
         std::sort(pieces->begin(), pieces->end(), std::greater<>());
         std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
-        for (int32_t sm = 0; sm < request_.num_sms; ++sm) free_at.push(0.0);
+        for (int64_t i = 0; i < num_slots(request_); ++i) free_at.push(0.0);
         double last = 0.0;
         for (const int64_t piece : *pieces) {
             const double cost = static_cast<double>(piece) * tile_us_ + item_us;
@@ -158,8 +184,8 @@ int64_t num_items_at(const Cut& cut, int64_t max_tiles) {
 int64_t choose_max_tiles(const ForwardWorkRequest& request, const Cut& cut) {
     constexpr int64_t kManyWaves = 8;  // beyond this many items a split has nothing to even out,
     const int64_t num_items = static_cast<int64_t>(cut.tiles.size()) * cut.num_heads;
-    const bool is_even = cut.max_cost * request.num_sms * 2 <= cut.total_cost;
-    if (cut.max_cost <= 1 || (num_items >= kManyWaves * request.num_sms && is_even)) {
+    const bool is_even = cut.max_cost * num_slots(request) * 2 <= cut.total_cost;
+    if (cut.max_cost <= 1 || (num_items >= kManyWaves * num_slots(request) && is_even)) {
         return std::max<int64_t>(1, cut.max_cost);
     }
     const CostModel model(request, cut);
@@ -173,7 +199,7 @@ int64_t choose_max_tiles(const ForwardWorkRequest& request, const Cut& cut) {
         int64_t high = cut.max_cost;
         while (low < high) {
             const int64_t middle = (low + high) / 2;
-            if (num_items_at(cut, middle) <= static_cast<int64_t>(waves) * request.num_sms) {
+            if (num_items_at(cut, middle) <= waves * num_slots(request)) {
                 high = middle;
             } else {
                 low = middle + 1;
@@ -220,9 +246,11 @@ void emit_items(const RowTile& tile, const Cut& cut, int64_t max_tiles, ForwardW
 }
 
 void check_request(const ForwardWorkRequest& request) {
-    SPLITKV_CHECK(sm90::has_forward(request.head_dim_qk, request.head_dim_v),
-                  "no CUDA kernel for head dims (", request.head_dim_qk, ", ", request.head_dim_v,
-                  "), needs (64, 64), (128, 128), (192, 128) or (256, 256)");
+    const bool has_kernel = request.family == Family::kSm90
+                                ? sm90::has_forward(request.head_dim_qk, request.head_dim_v)
+                                : sm80::has_kernels(request.head_dim_qk, request.head_dim_v);
+    SPLITKV_CHECK(has_kernel, "no CUDA kernel for head dims (", request.head_dim_qk, ", ",
+                  request.head_dim_v, "), needs (64, 64), (128, 128), (192, 128) or (256, 256)");
     SPLITKV_CHECK(request.num_heads_kv >= 1 && request.num_heads_q % request.num_heads_kv == 0,
                   "num_heads_q=", request.num_heads_q,
                   " must be a multiple of num_heads_kv=", request.num_heads_kv);
@@ -243,6 +271,7 @@ ForwardWork build_forward_work(const ForwardWorkRequest& request) {
     shape.num_heads_kv = request.num_heads_kv;
     shape.head_dim_qk = request.head_dim_qk;
     shape.head_dim_v = request.head_dim_v;
+    shape.family = static_cast<int64_t>(request.family);
     shape.kind = static_cast<int64_t>(cut.kind);
     shape.heads_per_tile = cut.heads_per_tile;
     for (const RowTile& tile : cut.tiles) emit_items(tile, cut, max_tiles, &work);

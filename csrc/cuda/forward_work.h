@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/family.h"
 #include "cuda/sm90/tiles.h"
 
 namespace splitkv::cuda {
@@ -41,7 +42,8 @@ struct ForwardWorkShape {
     int64_t num_heads_kv;
     int64_t head_dim_qk;
     int64_t head_dim_v;
-    int64_t kind;            // sm90::TileKind
+    int64_t family;          // Family
+    int64_t kind;            // sm90::TileKind; kEdge for sm_80
     int64_t heads_per_tile;  // query heads that share a tile's rows: 1, or the whole group
     int64_t num_items;
     int64_t is_head_major;  // order of (item, head): head outermost, else head innermost
@@ -55,6 +57,11 @@ struct ForwardWork {
     ForwardWorkShape shape;
 };
 
+enum class RowWalk : int32_t {
+    kForward = 0,
+    kDq = 1,  // the sm_80 kernel that computes dq walks over keys like a forward
+};
+
 struct ForwardWorkRequest {
     const int32_t* kv_begin;  // [num_rows], on the host
     const int32_t* kv_end;    // [num_rows]
@@ -65,6 +72,8 @@ struct ForwardWorkRequest {
     int64_t head_dim_qk;
     int64_t head_dim_v;
     int32_t num_sms;
+    Family family;
+    RowWalk walk;
 };
 
 // Throws std::invalid_argument when an interval leaves [0, num_keys) or there is no kernel for the

@@ -46,14 +46,24 @@ inline int num_sms(int device) {
     return count;
 }
 
+// Programmatic launches came with compute capability 9.0; newer devices run code that was compiled
+// for 8.0, where a kernel cannot wait for the one before.
+inline bool can_overlap_launches() {
+    int device = 0;
+    int major = 0;
+    SPLITKV_CUDA_CHECK(cudaGetDevice(&device));
+    SPLITKV_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major == 9;
+}
+
 struct LaunchConfig {
     dim3 grid;
     dim3 block;
     dim3 cluster;        // {1, 1, 1} for none
     int64_t smem_bytes;  // dynamic shared memory
     cudaStream_t stream;
-    // Start while the kernel before is still ending; it must call cudaGridDependencySynchronize()
-    // before it reads what that kernel wrote.
+    // Start while the kernel before is still ending, where the device can; it must call
+    // cudaGridDependencySynchronize() before it reads what that kernel wrote.
     bool overlaps_previous;
 };
 
@@ -77,7 +87,7 @@ void launch(void (*kernel)(Params), const LaunchConfig& config, const Params& pa
         cluster.val.clusterDim.y = config.cluster.y;
         cluster.val.clusterDim.z = config.cluster.z;
     }
-    if (config.overlaps_previous) {
+    if (config.overlaps_previous && can_overlap_launches()) {
         cudaLaunchAttribute& overlap = attributes[num_attributes++];
         overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -108,6 +108,13 @@ __device__ __forceinline__ void add_parts(const Rows& part_out, const Rows& part
     }
 }
 
+// Waits for what the kernel before wrote, where this one may have started early.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kMaxThreads)
     merge_kernel(const __grid_constant__ MergeKernelParams<typename Traits::Slots> params) {
@@ -123,7 +130,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads)
 
     const SlotList list = list_of(params.slots, is_inside ? row_index : 0);
     // The forward that wrote the partials may still be ending; the list above is older than it.
-    if constexpr (!Traits::kHasRunning) cudaGridDependencySynchronize();
+    if constexpr (!Traits::kHasRunning) wait_for_previous_kernel();
     float* lse = mutable_row_of<float>(params.lse, list.row, head);
     auto* out = mutable_row_of<typename Traits::Out>(params.out, list.row, head) + column;
     const float running = Traits::kHasRunning ? *lse : -INFINITY;

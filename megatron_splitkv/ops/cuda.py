@@ -4,19 +4,23 @@ Kernels run on the current stream of the tensors' device and never wait for the 
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.errors import UnsupportedError
-from megatron_splitkv.ops.work_lists import DeviceWork, WorkLists
+from megatron_splitkv.ops.work_lists import (
+    DeviceWork,
+    WorkLists,
+    device_capability,
+    kernel_family,
+)
 
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-BACKWARD_HEAD_DIMS = ((64, 64), (128, 128))
+BACKWARD_HEAD_DIMS = ((64, 64), (128, 128))  # on Hopper; elsewhere all of HEAD_DIMS
 _DTYPES = (torch.bfloat16, torch.float16)
-_ARCHITECTURE = (9, 0)
+_OLDEST = (8, 0)  # compute capability
 
 
 def is_built() -> bool:
@@ -45,11 +49,11 @@ def _refusal(q: Tensor, v: Tensor, head_dims: Sequence[tuple[int, int]]) -> str 
             f"q is on {q.device}, but this build holds CPU kernels only; install megatron_splitkv "
             "again where nvcc is on the PATH"
         )
-    capability = _capability(q.device)
-    if capability != _ARCHITECTURE:
+    capability = device_capability(q.device)
+    if capability < _OLDEST:
         return (
-            f"{q.device} has compute capability {capability[0]}.{capability[1]}, needs 9.0 (H100, "
-            "H200); run on the CPU"
+            f"{q.device} has compute capability {capability[0]}.{capability[1]}, needs 8.0 (A100) "
+            "or later; run on the CPU"
         )
     if q.dtype not in _DTYPES:
         return f"q has dtype {q.dtype}, needs bfloat16 or float16 on CUDA; convert q, k and v"
@@ -58,11 +62,6 @@ def _refusal(q: Tensor, v: Tensor, head_dims: Sequence[tuple[int, int]]) -> str 
         need = ", ".join(str(pair) for pair in head_dims)
         return f"head dims (qk, v) are {dims}, need one of {need} on CUDA; pad q, k and v"
     return None
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def forward_work(q: Tensor, k: Tensor, v: Tensor, work: WorkLists | None) -> DeviceWork:
@@ -83,7 +82,9 @@ def backward_work(q: Tensor, k: Tensor, v: Tensor, work: WorkLists | None) -> De
         ValueError: work is None, or does not fit the tensors.
         UnsupportedError: see `check_supported`.
     """
-    check_supported(q, v, BACKWARD_HEAD_DIMS)
+    check_supported(q, v)
+    if kernel_family(q.device) == "sm90":
+        check_supported(q, v, BACKWARD_HEAD_DIMS)
     return _given(work, q).backward(q, k, v)
 
 

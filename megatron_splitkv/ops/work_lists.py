@@ -1,11 +1,41 @@
 """What a CUDA kernel has to do, worked out on the host once and used by every layer."""
 
 from dataclasses import dataclass
+from functools import cache
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
+
+
+@cache
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; asked for once."""
+    return torch.cuda.get_device_capability(device)
+
+
+def kernel_family(device: torch.device) -> str:
+    """Which kernels run on a CUDA device: "sm90" on Hopper, "sm80" elsewhere or when forced.
+
+    Raises:
+        ValueError: compute capability below 8.0.
+    """
+    return _kernels.cuda_family(*device_capability(device))
+
+
+class _Request(TypedDict):
+    kv_begin: int
+    kv_end: int
+    num_rows: int
+    num_keys: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    num_sms: int
+    family: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,7 +67,8 @@ class WorkLists:
         Args:
             kv_begin: first visible key of each row, `[Tq]`, int32, on the CPU.
             kv_end: one past the last visible key of each row, `[Tq]`, int32, on the CPU.
-            is_deterministic: dq has the same bits in each run; out, lse, dk and dv always do.
+            is_deterministic: dq has the same bits in each run on Hopper; all other results
+                always do.
         Raises:
             ValueError: other shapes, dtypes or devices.
         """
@@ -85,7 +116,7 @@ class WorkLists:
             self._backward[key] = work
         return work
 
-    def _request(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    def _request(self, q: Tensor, k: Tensor, v: Tensor) -> _Request:
         if len(q) != len(self._kv_begin):
             raise ValueError(f"q has {len(q)} rows, but work was made for {len(self._kv_begin)}")
         return {
@@ -98,11 +129,18 @@ class WorkLists:
             "head_dim_qk": q.shape[2],
             "head_dim_v": v.shape[2],
             "num_sms": torch.cuda.get_device_properties(q.device).multi_processor_count,
+            "family": kernel_family(q.device),
         }
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
-    return (len(k), q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.device)
+    return (
+        len(k),
+        *q.shape[1:],
+        *v.shape[1:],
+        q.device,
+        kernel_family(q.device),
+    )
 
 
 def _upload(work: _kernels.ForwardWork | _kernels.BackwardWork, device: torch.device) -> DeviceWork:

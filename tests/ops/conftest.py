@@ -32,3 +32,17 @@ def restored_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def restored_family() -> Iterator[None]:
+    """Undoes `force_cuda_family`."""
+    yield
+    _kernels.force_cuda_family("auto")
+
+
+@pytest.fixture(params=["auto", "sm80"])
+def family(request: pytest.FixtureRequest, restored_family: None) -> str:
+    """Runs a test with the kernels of the device, then with those that every device runs."""
+    _kernels.force_cuda_family(request.param)
+    return request.param

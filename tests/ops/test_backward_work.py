@@ -13,7 +13,8 @@ KEYS = 128  # of a KV tile
 ROWS = {64: 128, 128: 64}  # of a row tile, by head dim
 NUM_SMS = 132
 NAMES = (
-    "num_rows num_keys num_heads_q num_heads_kv head_dim_qk head_dim_v heads_per_tile num_items "
+    "num_rows num_keys num_heads_q num_heads_kv head_dim_qk head_dim_v family dq_heads_per_tile "
+    "num_dq_items is_dq_head_major num_dq_merge_rows num_dq_part_rows heads_per_tile num_items "
     "num_row_tiles num_segments num_splits is_head_major is_deterministic"
 )
 
@@ -39,6 +40,7 @@ def _build(
         head_dim_v=head_dim,
         num_sms=NUM_SMS,
         is_deterministic=is_deterministic,
+        family="sm90",
     )
     shape = dict(zip(NAMES.split(), work.shape, strict=True))
     ints = torch.full((work.num_ints,), -7, dtype=torch.int32)

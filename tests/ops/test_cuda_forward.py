@@ -13,7 +13,7 @@ from tests.ops.cases import INTERVALS, Case, Shape
 from tests.ops.cuda_cases import check_forward, forward, make_cuda_case, oracle_of
 from tests.oracle import assert_lse_matches, assert_matches
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family")]
 
 DTYPES = [torch.bfloat16, torch.float16]
 OUT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]

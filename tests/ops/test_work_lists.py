@@ -10,13 +10,19 @@ import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.ops import WorkLists
 from tests.ops.cases import INTERVALS
 
-KEY_TILES = {0: 128, 1: 176, 2: 64}  # of head dims (128, 128), by kind
+KEY_TILES = {0: 128, 1: 176, 2: 64}  # of head dims (128, 128) on sm_90, by kind
 ROW_TILES = {0: 128, 1: 128, 2: 64}
+SM80_TILE = 128, 64  # rows, keys
+FAMILIES = {"sm90": 0, "sm80": 1}
 NUM_SMS = 132
 
 
 def _build(
-    begin: Tensor, end: Tensor, num_keys: int, heads: tuple[int, int] = (4, 2)
+    begin: Tensor,
+    end: Tensor,
+    num_keys: int,
+    heads: tuple[int, int] = (4, 2),
+    family: str = "sm90",
 ) -> tuple[dict[str, int], Tensor, Tensor]:
     """Sizes, items `[n, 8]` and merge rows `[m, 4]`."""
     work = _kernels.ForwardWork(
@@ -29,10 +35,11 @@ def _build(
         head_dim_qk=128,
         head_dim_v=128,
         num_sms=NUM_SMS,
+        family=family,
     )
     names = (
-        "num_rows num_keys num_heads_q num_heads_kv head_dim_qk head_dim_v kind heads_per_tile "
-        "num_items is_head_major num_merge_rows num_part_rows"
+        "num_rows num_keys num_heads_q num_heads_kv head_dim_qk head_dim_v family kind "
+        "heads_per_tile num_items is_head_major num_merge_rows num_part_rows"
     )
     shape = dict(zip(names.split(), work.shape, strict=True))
     ints = torch.full((work.num_ints,), -7, dtype=torch.int32)
@@ -41,11 +48,20 @@ def _build(
     return shape, items, ints[8 * shape["num_items"] :].view(-1, 4)
 
 
-def _check(begin: Tensor, end: Tensor, num_keys: int, heads: tuple[int, int] = (4, 2)) -> None:
+def _check(
+    begin: Tensor,
+    end: Tensor,
+    num_keys: int,
+    heads: tuple[int, int] = (4, 2),
+    family: str = "sm90",
+) -> None:
     """Every visible pair is covered once, whole tiles are whole, parts are merged once."""
-    shape, items, merge_rows = _build(begin, end, num_keys, heads)
-    tile = KEY_TILES[shape["kind"]]
-    max_rows = ROW_TILES[shape["kind"]] // shape["heads_per_tile"]
+    shape, items, merge_rows = _build(begin, end, num_keys, heads, family)
+    assert shape["family"] == FAMILIES[family]
+    rows, tile = ROW_TILES[shape["kind"]], KEY_TILES[shape["kind"]]
+    if family == "sm80":
+        rows, tile = SM80_TILE
+    max_rows = rows // shape["heads_per_tile"]
     covered = torch.zeros(len(begin), num_keys + 4 * tile, dtype=torch.int32)
     writes = torch.zeros(len(begin), dtype=torch.int32)
     part_rows: dict[int, int] = {}
@@ -79,15 +95,16 @@ def _check(begin: Tensor, end: Tensor, num_keys: int, heads: tuple[int, int] = (
     assert (writes == 1).all()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (7, 1), (32, 8)])
 @pytest.mark.parametrize("keys", [0, 1, 129, 1000, 9000])
 @pytest.mark.parametrize("rows", [0, 1, 17, 128, 129, 700])
 @pytest.mark.parametrize("intervals", INTERVALS)
 def test_pairs_are_covered_once(
-    intervals: str, rows: int, keys: int, heads: tuple[int, int]
+    intervals: str, rows: int, keys: int, heads: tuple[int, int], family: str
 ) -> None:
     begin, end = INTERVALS[intervals](rows, keys, torch.Generator().manual_seed(rows))
-    _check(begin, end, keys, heads)
+    _check(begin, end, keys, heads, family)
 
 
 @settings(max_examples=60, deadline=None)
