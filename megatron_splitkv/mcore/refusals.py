@@ -114,11 +114,12 @@ def refuse_missing_kernels(config: TransformerConfig, dim_qk: int, dim_v: int) -
     """
     if not torch.cuda.is_available():
         return
-    if (dim_qk, dim_v) not in cuda.BACKWARD_HEAD_DIMS:
-        dims = ", ".join(map(str, cuda.BACKWARD_HEAD_DIMS))
+    trainable = cuda.trainable_head_dims(torch.device("cuda", torch.cuda.current_device()))
+    if (dim_qk, dim_v) not in trainable:
+        dims = ", ".join(map(str, trainable))
         raise UnsupportedError(
             f"head dims ({dim_qk}, {dim_v}) of keys and values cannot be trained by split-kv "
-            f"attention on a GPU, whose backward kernels are for {dims}; change --kv-channels, "
+            f"attention on this GPU, whose backward kernels are for {dims}; change --kv-channels, "
             f"{_OTHER_IMPL}"
         )
     if config.params_dtype not in (torch.bfloat16, torch.float16):

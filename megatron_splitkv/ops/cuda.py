@@ -28,6 +28,11 @@ def is_built() -> bool:
     return _kernels.has_cuda_kernels()
 
 
+def trainable_head_dims(device: torch.device) -> tuple[tuple[int, int], ...]:
+    """The (D, Dv) that have both a forward and a backward kernel on a device."""
+    return BACKWARD_HEAD_DIMS if kernel_family(device) == "sm90" else HEAD_DIMS
+
+
 def check_supported(q: Tensor, v: Tensor, head_dims: Sequence[tuple[int, int]] = HEAD_DIMS) -> None:
     """Refuses by name what no CUDA kernel of this build can run.
 
@@ -83,8 +88,7 @@ def backward_work(q: Tensor, k: Tensor, v: Tensor, work: WorkLists | None) -> De
         UnsupportedError: see `check_supported`.
     """
     check_supported(q, v)
-    if kernel_family(q.device) == "sm90":
-        check_supported(q, v, BACKWARD_HEAD_DIMS)
+    check_supported(q, v, trainable_head_dims(q.device))
     return _given(work, q).backward(q, k, v)
 
 
