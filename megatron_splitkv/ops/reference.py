@@ -1,7 +1,7 @@
 """Naive twins of the ops: dense torch in fp32, any device, same signatures and contract.
 
-They say what the kernels compute and serve where no kernel exists; they take O(Tq * Hq * Tk)
-memory. They are not the oracle of the tests, which is fp64 and written apart.
+They say what the kernels compute, for readers and for tests; no product path calls them, as they
+take O(Tq * Hq * Tk) memory. They are not the oracle of the tests, which is fp64 and written apart.
 """
 
 import torch
