@@ -122,7 +122,7 @@ def refuse_missing_kernels(config: TransformerConfig, dim_qk: int, dim_v: int) -
             f"attention on this GPU, whose backward kernels are for {dims}; change --kv-channels, "
             f"{_OTHER_IMPL}"
         )
-    if config.params_dtype not in (torch.bfloat16, torch.float16):
+    if config.params_dtype not in cuda.DTYPES:
         raise UnsupportedError(
             f"params_dtype={config.params_dtype} is not supported by split-kv attention on a GPU, "
             f"whose kernels are bf16 and fp16; add --bf16, {_OTHER_IMPL}"

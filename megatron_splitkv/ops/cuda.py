@@ -19,7 +19,7 @@ from megatron_splitkv.ops.work_lists import (
 
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 BACKWARD_HEAD_DIMS = ((64, 64), (128, 128))  # on Hopper; elsewhere all of HEAD_DIMS
-_DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)
 _OLDEST = (8, 0)  # compute capability
 
 
@@ -60,7 +60,7 @@ def _refusal(q: Tensor, v: Tensor, head_dims: Sequence[tuple[int, int]]) -> str 
             f"{q.device} has compute capability {capability[0]}.{capability[1]}, needs 8.0 (A100) "
             "or later; run on the CPU"
         )
-    if q.dtype not in _DTYPES:
+    if q.dtype not in DTYPES:
         return f"q has dtype {q.dtype}, needs bfloat16 or float16 on CUDA; convert q, k and v"
     dims = (q.shape[2], v.shape[2])
     if dims not in head_dims:
