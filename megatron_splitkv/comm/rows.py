@@ -1,180 +1,22 @@
-"""Moving rows between ranks: query rows out, partials back. The only user of torch.distributed.
+"""Query rows out, partials back: how rows are packed, and which of them move.
 
 A row on the wire is a packed byte string (`RowFormat`), so each direction of a stage is one
-collective whatever tensors travel in it. A collective returns a `Pending`; nothing is read before
-`Pending.wait()`. Every rank runs the same collectives in the same order, also with zero rows.
+collective whatever tensors travel in it. Nothing is read before `Pending.wait()`. Every rank runs
+the same collectives in the same order, also with zero rows.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from megatron_splitkv.comm.transport import Counts, Pending, Transport
 from megatron_splitkv.config import WIRE_ALIGNMENT_BYTES
 from megatron_splitkv.layout import ExchangeStage
 
-Counts = Sequence[int]
-
-
-class Pending:
-    """A collective in flight."""
-
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish = finish
-
-    def wait(self) -> Tensor:
-        """Blocks the current stream (CPU: the caller) until the rows are there and returns them."""
-        return self._finish()
-
-
-class Transport(Protocol):
-    """Moves packed rows among the ranks of one context-parallel group."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
-        """Sends `send_counts[r]` consecutive rows to each rank r, in rank order.
-
-        Args:
-            rows: `[sum(send_counts), row_bytes]` uint8, contiguous.
-            send_counts, recv_counts: rows to and from each rank, `[size]`.
-        Returns:
-            Pending `[sum(recv_counts), row_bytes]`, grouped by source in rank order.
-        """
-        ...
-
-    def all_gather(self, rows: Tensor) -> Pending:
-        """Sends all rows to every rank; pending `[size, num_rows, row_bytes]`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessGroupTransport:
-    """The transport of a `torch.distributed` process group (NCCL or gloo).
-
-    Attributes:
-        group: the context-parallel group.
-    """
-
-    group: ProcessGroup
-
-    @property
-    def rank(self) -> int:
-        """Rank inside the group."""
-        return dist.get_rank(self.group)
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return dist.get_world_size(self.group)
-
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
-        """See `Transport.exchange`."""
-        received = rows.new_empty(sum(recv_counts), rows.shape[1])
-        work = dist.all_to_all_single(
-            received, rows, list(recv_counts), list(send_counts), group=self.group, async_op=True
-        )
-        return _pending(received, work)
-
-    def all_gather(self, rows: Tensor) -> Pending:
-        """See `Transport.all_gather`."""
-        gathered = rows.new_empty(self.size * len(rows), rows.shape[1])
-        work = dist.all_gather_into_tensor(gathered, rows, group=self.group, async_op=True)
-        return _pending(gathered.view(self.size, *rows.shape), work)
-
-
-def _pending(tensor: Tensor, work: dist.Work | None) -> Pending:
-    def finish() -> Tensor:
-        if work is not None:
-            work.wait()
-        return tensor
-
-    return Pending(finish)
-
-
-class ThreadGroup:
-    """Ranks of one process, a thread each: the real schedule without processes or a network."""
-
-    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=timeout_s)
-        self._mail: list[list[Tensor]] = [[] for _ in range(size)]
-
-    def swap(self, rank: int, outgoing: list[Tensor]) -> list[Tensor]:
-        """Gives `outgoing[r]` to each rank r; returns what the others gave to `rank`."""
-        self._mail[rank] = outgoing
-        self._barrier.wait()
-        incoming = [mail[rank] for mail in self._mail]
-        self._barrier.wait()
-        return incoming
-
-    def run[T](self, body: Callable[["ThreadTransport"], T]) -> list[T]:
-        """Runs `body` once for each rank, all at once; returns their results in rank order.
-
-        Raises:
-            Exception: the first error of any rank; the others are released by the barrier.
-        """
-        results: list[T | None] = [None] * self.size
-        errors: list[Exception] = []
-
-        def run_rank(rank: int) -> None:
-            try:
-                results[rank] = body(ThreadTransport(group=self, rank=rank))
-            except Exception as error:
-                if not isinstance(error, threading.BrokenBarrierError) or not errors:
-                    errors.append(error)
-                self._barrier.abort()
-
-        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise next(
-                (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
-            )
-        return results  # type: ignore[return-value]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThreadTransport:
-    """One rank of a `ThreadGroup`.
-
-    Attributes:
-        group: the ranks of this process.
-        rank: rank inside it.
-    """
-
-    group: ThreadGroup
-    rank: int
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return self.group.size
-
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
-        """See `Transport.exchange`."""
-        incoming = self.group.swap(self.rank, list(rows.split(list(send_counts))))
-        assert [len(part) for part in incoming] == list(recv_counts), "exchange tables disagree"
-        received = torch.cat(incoming)
-        return Pending(lambda: received)
-
-    def all_gather(self, rows: Tensor) -> Pending:
-        """See `Transport.all_gather`."""
-        gathered = torch.stack(self.group.swap(self.rank, [rows] * self.size))
-        return Pending(lambda: gathered)
+_WIDEST = torch.int64  # rows are copied in elements of this size where their bytes allow it
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +46,19 @@ class RowFormat:
             tensors: one for each field, `[T, *shape]`; cast to the field's dtype.
             rows: int64 indices of the rows to take; None takes all.
         """
-        taken = [tensor if rows is None else tensor.index_select(0, rows) for tensor in tensors]
-        packed = taken[0].new_zeros(len(taken[0]), self.row_bytes, dtype=torch.uint8)
-        for field, tensor in zip(self.unpack(packed), taken, strict=True):
-            field.copy_(tensor)
+        packed = self.empty(len(tensors[0] if rows is None else rows), tensors[0].device)
+        for field, tensor in zip(self.unpack(packed), tensors, strict=True):
+            _copy_rows(field, tensor, rows)
         return packed
+
+    def empty(self, num_rows: int, device: torch.device) -> Tensor:
+        """Packed rows to be written through `unpack`; bytes between fields are zero."""
+        has_gaps = any(
+            size != prod(shape) * dtype.itemsize
+            for (shape, dtype), size in zip(self.fields, self._field_bytes, strict=True)
+        )
+        make = torch.zeros if has_gaps else torch.empty
+        return make((num_rows, self.row_bytes), dtype=torch.uint8, device=device)
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         """Views the fields of packed rows, `[num_rows, *shape]` each; no copy."""
@@ -219,6 +69,30 @@ class RowFormat:
             views.append(field.view(len(packed), *shape))
             offset += size
         return views
+
+
+def _copy_rows(target: Tensor, source: Tensor, rows: Tensor | None) -> None:
+    """`target[i] = source[rows[i]]`, in one pass over memory where the dtypes agree."""
+    if rows is None:
+        target.copy_(source)
+    elif source.dtype != target.dtype:
+        target.copy_(source.index_select(0, rows))
+    else:
+        wide_source, wide_target = _widened(source), _widened(target)
+        if wide_source is not None and wide_target is not None:
+            source, target = wide_source, wide_target
+        torch.index_select(source, 0, rows, out=target)
+
+
+def _widened(tensor: Tensor) -> Tensor | None:
+    """Rows as int64, `[T, row_bytes / 8]`; None where they are not dense or not aligned."""
+    size, per_wide = tensor.element_size(), _WIDEST.itemsize // tensor.element_size()
+    row_elements = prod(tensor.shape[1:])
+    is_dense = tensor[:1].is_contiguous()
+    starts = (tensor.storage_offset(), tensor.stride(0), row_elements)
+    if not is_dense or tensor.data_ptr() % (per_wide * size) or any(x % per_wide for x in starts):
+        return None
+    return tensor.view(len(tensor), row_elements).view(_WIDEST)
 
 
 def gather_rows(
@@ -240,8 +114,11 @@ def gather_rows(
 
     def others() -> Tensor:
         gathered = pending.wait()
-        ahead, behind = gathered[: transport.rank], gathered[transport.rank + 1 :]
-        return torch.cat([ahead.flatten(0, 1), behind.flatten(0, 1)])
+        if transport.rank == 0:
+            return gathered[1:].flatten(0, 1)
+        for slot in range(transport.rank, transport.size - 1):  # closes the gap of the own rows
+            gathered[slot].copy_(gathered[slot + 1])
+        return gathered[:-1].flatten(0, 1)
 
     return Pending(others)
 
