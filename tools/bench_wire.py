@@ -11,7 +11,11 @@ examples:
 
 import argparse
 import json
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -19,18 +23,28 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
-from megatron_splitkv.comm import ThreadGroup, ThreadTransport
+from megatron_splitkv.comm import RowFormat, ThreadGroup, ThreadTransport
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout, shard_rows, unshard_rows
+from megatron_splitkv.ops import add_partials_, attention_delta, merge_partials_
 from megatron_splitkv.plan import make_plan
+from megatron_splitkv.wire import PartialFormat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = ("fp32", "bf16", "fp16")
 CP_SIZES = (1, 2, 4, 8)
 NUM_SAMPLED_ROWS = 64
 LIMIT = 1.25  # times the error of one rank: what a default may cost
-TIMED_ROWS, TIMED_RANKS = 16384, 8  # rows of a rank, and ranks that answer each of them
+TIMED_ROWS, TIMED_HEADS, TIMED_PARTS = 16384, 32, 7  # a rank of 8, fully streamed
 ROUNDS = 20
+
+
+class Pass(NamedTuple):
+    """One pass over memory: its name, the bytes moved for each element of out, and the call."""
+
+    name: str
+    bytes_each: int
+    call: Callable[[], object]
 
 
 def dense_fp64(
@@ -117,6 +131,49 @@ def error_table(found: dict[str, dict[str, list[float]]]) -> Table:
     return table
 
 
+def timed_passes(head_dim: int) -> Iterator[Pass]:
+    """Each pass over memory that Split-KV adds to attention."""
+    shape = (TIMED_ROWS, TIMED_HEADS, head_dim)
+    out, lse = torch.randn(shape, device="cuda"), torch.randn(shape[:2], device="cuda")
+    q = out.bfloat16()
+    index = torch.randperm(TIMED_ROWS, device="cuda")
+    query_format = RowFormat(((shape[1:], q.dtype),))
+    yield Pass("pack chosen rows of q", 4, partial(query_format.pack, [q], index))
+    yield Pass("pack all rows of q", 4, partial(query_format.pack, [q]))
+    yield Pass("delta", 4, partial(attention_delta, q, q))
+    ptr = torch.arange(TIMED_ROWS + 1, device="cuda", dtype=torch.int32) * TIMED_PARTS
+    slots = torch.arange(TIMED_PARTS * TIMED_ROWS, device="cuda", dtype=torch.int32)
+    slots = slots.view(TIMED_PARTS, TIMED_ROWS).T.flatten()
+    for name in FORMATS:
+        wire = PartialFormat(partial_dtype=name, num_heads=TIMED_HEADS, dim=head_dim, has_lse=True)
+        values, size = out.to(wire.compute_dtype), DTYPES[name].itemsize
+        yield Pass(f"encode {name}", values.itemsize + size, partial(wire.pack, values, lse))
+        part = wire.unpack(wire.pack(values, lse).repeat(TIMED_PARTS, 1))
+        assert part.lse is not None
+        moved, csr = TIMED_PARTS * size + 8, (ptr, slots, part.scale)
+        merge = partial(merge_partials_, out.clone(), lse.clone(), part.values, part.lse, *csr)
+        yield Pass(f"merge {TIMED_PARTS} of {name}", moved, merge)
+        add = partial(add_partials_, out.clone(), part.values, *csr)
+        yield Pass(f"add {TIMED_PARTS} of {name}", moved, add)
+
+
+def time_passes(head_dim: int) -> dict[str, tuple[float, float]]:
+    """Median ms and TB/s of each pass on a GPU."""
+    found = {}
+    for one in timed_passes(head_dim):
+        times = []
+        for _ in range(ROUNDS + 2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            one.call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        ms = statistics.median(times[2:])
+        found[one.name] = ms, one.bytes_each * TIMED_ROWS * TIMED_HEADS * head_dim / ms / 1e9
+    return found
+
+
 def main() -> None:
     """Prints the table, and writes the figures where --json says."""
     parser = argparse.ArgumentParser(
@@ -131,8 +188,15 @@ def main() -> None:
     args = parser.parse_args()
     found = measure_errors(args)
     Console(width=100).print(error_table(found))
+    figures: dict[str, object] = {"cp_sizes": CP_SIZES, "errors": found}
+    if args.device == "cuda":
+        figures["passes"] = passes = time_passes(args.head_dim)
+        table = Table("pass", "ms", "TB/s", title=f"{TIMED_ROWS} rows of {TIMED_HEADS} heads")
+        for name, (ms, rate) in passes.items():
+            table.add_row(name, f"{ms:.4f}", f"{rate:.2f}")
+        Console(width=100).print(table)
     if args.json is not None:
-        args.json.write_text(json.dumps({"cp_sizes": CP_SIZES, "errors": found}, indent=2))
+        args.json.write_text(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":

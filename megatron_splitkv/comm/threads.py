@@ -19,6 +19,9 @@ class _Mail:
     is_written: torch.cuda.Event | None
 
 
+_NOTHING = _Mail(parts=(), is_written=None)
+
+
 class ThreadGroup:
     """Ranks of one process, a thread each, on the CPU or on streams of one GPU.
 
@@ -33,13 +36,17 @@ class ThreadGroup:
         self.size = size
         self.device = torch.device(device)
         self._barrier = threading.Barrier(size, timeout=timeout_s)
-        self._mail = [_Mail(parts=(), is_written=None)] * size
+        self._mail = [_NOTHING] * size
         self._streams: list[tuple[torch.cuda.Stream, torch.cuda.Stream]] = []
         if self.device.type == "cuda":
             self._streams = [
                 (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
                 for _ in range(size)
             ]
+
+    def receiving_stream(self, rank: int) -> torch.cuda.Stream:
+        """On a GPU, where `rank` receives beside its own stream."""
+        return self._streams[rank][1]
 
     def swap(
         self, rank: int, outgoing: Sequence[Tensor], received: Tensor, targets: Sequence[Tensor]
@@ -56,37 +63,35 @@ class ThreadGroup:
         """
         self._mail[rank] = _Mail(parts=outgoing, is_written=self._recorded_event())
         self._barrier.wait()
-        incoming = list(self._mail)
+        is_received = self._receive(rank, received, targets)
         self._barrier.wait()
-        for mail, target in zip(incoming, targets, strict=True):
-            assert mail.parts[rank].shape == target.shape, "exchange tables disagree"
-        if self._streams:
-            return self._receive(rank, incoming, received, targets)
-        for mail, target in zip(incoming, targets, strict=True):
-            target.copy_(mail.parts[rank])
-        return Pending(lambda: received)
-
-    def _receive(
-        self, rank: int, incoming: Sequence[_Mail], received: Tensor, targets: Sequence[Tensor]
-    ) -> Pending:
-        """Copies on the rank's receiving stream, each part once its sender has written it."""
-        stream = self._streams[rank][1]
-        stream.wait_stream(torch.cuda.current_stream(self.device))  # it owns the targets' memory
-        with torch.cuda.stream(stream):
-            for mail, target in zip(incoming, targets, strict=True):
-                assert mail.is_written is not None, "ranks of a GPU leave an event"
-                stream.wait_event(mail.is_written)
-                target.copy_(mail.parts[rank])
-                mail.parts[rank].record_stream(stream)  # its sender may drop it before the copy
-            received.record_stream(stream)
-            is_received = self._recorded_event()
+        self._mail[rank] = _NOTHING  # nobody but the caller holds what it sent
 
         def finish() -> Tensor:
-            assert is_received is not None
-            torch.cuda.current_stream(self.device).wait_event(is_received)
+            if is_received is not None:
+                torch.cuda.current_stream(self.device).wait_event(is_received)
             return received
 
         return Pending(finish)
+
+    def _receive(
+        self, rank: int, received: Tensor, targets: Sequence[Tensor]
+    ) -> torch.cuda.Event | None:
+        """Copies what all gave to `rank`; on a GPU beside its stream, until the event."""
+        if not self._streams:
+            for mail, target in zip(self._mail, targets, strict=True):
+                _copy(mail.parts[rank], target)
+            return None
+        stream = self.receiving_stream(rank)
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # it owns the targets' memory
+        with torch.cuda.stream(stream):
+            for mail, target in zip(self._mail, targets, strict=True):
+                assert mail.is_written is not None, "ranks of a GPU leave an event"
+                stream.wait_event(mail.is_written)
+                _copy(mail.parts[rank], target)
+                mail.parts[rank].record_stream(stream)  # its sender may drop it before the copy
+            received.record_stream(stream)
+            return self._recorded_event()
 
     def _recorded_event(self) -> torch.cuda.Event | None:
         """An event behind what the current stream holds; None on the CPU."""
@@ -137,8 +142,13 @@ class ThreadGroup:
         """Leaves nothing in flight, nothing held and the barrier whole."""
         if self._streams:
             torch.cuda.synchronize(self.device)
-        self._mail = [_Mail(parts=(), is_written=None)] * self.size
+        self._mail = [_NOTHING] * self.size
         self._barrier.reset()
+
+
+def _copy(part: Tensor, target: Tensor) -> None:
+    assert part.shape == target.shape, "exchange tables disagree"
+    target.copy_(part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
