@@ -342,7 +342,6 @@ def _run_stages(
         if following is not None:
             arriving = gather_rows(pack, following, transport)
         answers = return_rows(compute(stage, rows), stage, transport)
-        del rows
         if returning is not None:
             consume(returning[0], returning[1].wait())
         returning = stage, answers
