@@ -39,6 +39,7 @@ NUM_SAMPLED_ROWS = 64
 LIMIT = 1.25  # times the error of one rank: what a default may cost
 TIMED_ROWS, TIMED_HEADS, TIMED_PARTS = 16384, 32, 7  # a rank of 8, fully streamed
 ROUNDS = 20
+PAUSE_CYCLES = 2_000_000  # 1 ms, longer than it takes to queue a pass
 
 
 class Pass(NamedTuple):
@@ -167,6 +168,7 @@ def time_passes(head_dim: int) -> dict[str, tuple[float, float]]:
         times = []
         for _ in range(ROUNDS + 2):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(PAUSE_CYCLES)  # pyright: ignore[reportPrivateUsage]
             begin.record()
             one.call()
             end.record()
