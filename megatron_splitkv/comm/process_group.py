@@ -102,7 +102,7 @@ class HostStagedTransport:
             host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             host.copy_(rows, non_blocking=True)
             on_host.record()
-        # Both outlive the wait in any case; this holds them if nobody ever waits.
+        # The caller may drop the one before it is copied, the other if it never waits.
         rows.record_stream(stream)
         received.record_stream(stream)
 
