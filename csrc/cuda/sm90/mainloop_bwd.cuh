@@ -59,7 +59,6 @@ struct BackwardConsumer {
             ptx::smem_address(smem.k) + column_chunk * Traits::kKeys * kRowBytes, Traits::kKeys));
     }
 
-    SPLITKV_DEVICE bool is_leader() const { return threadIdx.x % kWarpgroupThreads == 0; }
     SPLITKV_DEVICE int warp() const {
         return static_cast<int>(threadIdx.x % kWarpgroupThreads) / 32;
     }
@@ -71,8 +70,7 @@ struct BackwardConsumer {
         const KvTileWork& shared = smem.work[at_work.stage];
         work->key_begin = uniform(shared.key_begin);
         work->num_steps = uniform(shared.num_steps);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) smem.work_barriers.release(at_work);
+        smem.work_barriers.release_warp(at_work);
         at_work.advance();
         return work->key_begin >= 0;
     }
@@ -127,7 +125,7 @@ struct BackwardConsumer {
         pack(s, p);
         ptx::wgmma_wait_group<0>();
         ptx::pin(dp);
-        if (is_last && is_leader()) smem.v_barriers.release(at_v);
+        if (is_last) smem.v_barriers.release_warp(at_v);
         float delta[2 * kColumnGroups];
         load_pairs(smem.statistics[at_q.stage][1], delta);
 #pragma unroll
@@ -151,16 +149,14 @@ struct BackwardConsumer {
         ptx::wgmma_wait_group<1>();
         ptx::pin(dq);
         ptx::pin(dv);
-        if (is_leader()) {
-            smem.dout_barriers.release(at_dout);
-            if (is_last) smem.k_barriers.release(at_k);
-        }
+        smem.dout_barriers.release_warp(at_dout);
+        if (is_last) smem.k_barriers.release_warp(at_k);
         at_dout.advance();
         at_ds.advance();
         store_dq(dq);
         ptx::wgmma_wait_group<0>();
         ptx::pin(dk);
-        if (is_leader()) smem.q_barriers.release(at_q);
+        smem.q_barriers.release_warp(at_q);
         at_q.advance();
     }
 

@@ -39,11 +39,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     const int warpgroup = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     constexpr int kWarpsPerWarpgroup = kWarpgroupThreads / 32;
     if (threadIdx.x == 0) {
-        smem.work_barriers.init(Traits::kConsumers * kWarpsPerWarpgroup + kWriters);
-        smem.k_barriers.init(Traits::kConsumers);
-        smem.v_barriers.init(Traits::kConsumers);
-        smem.q_barriers.init(Traits::kConsumers);
-        smem.dout_barriers.init(Traits::kConsumers);
+        constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
+        smem.work_barriers.init(kConsumerWarps + kWriters);
+        smem.k_barriers.init(kConsumerWarps);
+        smem.v_barriers.init(kConsumerWarps);
+        smem.q_barriers.init(kConsumerWarps);
+        smem.dout_barriers.init(kConsumerWarps);
         for (int i = 0; i < Traits::kConsumers; ++i) {
             smem.dq_barriers[i].init(kWarpsPerWarpgroup, 1);
             smem.piece_barriers[i].init(kWarpsPerWarpgroup, 1);

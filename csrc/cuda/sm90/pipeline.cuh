@@ -56,6 +56,11 @@ struct RingBarriers {
     SPLITKV_DEVICE void release(const RingCursor<kNumStages>& at) const {
         ptx::mbarrier_arrive(empty_address(at.stage));
     }
+    // By all threads of a warp, each after its own reads; one arrival for the warp.
+    SPLITKV_DEVICE void release_warp(const RingCursor<kNumStages>& at) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) release(at);
+    }
 };
 
 }  // namespace splitkv::sm90
