@@ -70,7 +70,7 @@ struct BackwardConsumer {
         const KvTileWork& shared = smem.work[at_work.stage];
         work->key_begin = uniform(shared.key_begin);
         work->num_steps = uniform(shared.num_steps);
-        smem.work_barriers.release_warp(at_work);
+        smem.work_barriers.release(at_work);
         at_work.advance();
         return work->key_begin >= 0;
     }
@@ -125,7 +125,7 @@ struct BackwardConsumer {
         pack(s, p);
         ptx::wgmma_wait_group<0>();
         ptx::pin(dp);
-        if (is_last) smem.v_barriers.release_warp(at_v);
+        if (is_last) smem.v_barriers.release(at_v);
         float delta[2 * kColumnGroups];
         load_pairs(smem.statistics[at_q.stage][1], delta);
 #pragma unroll
@@ -149,14 +149,14 @@ struct BackwardConsumer {
         ptx::wgmma_wait_group<1>();
         ptx::pin(dq);
         ptx::pin(dv);
-        smem.dout_barriers.release_warp(at_dout);
-        if (is_last) smem.k_barriers.release_warp(at_k);
+        smem.dout_barriers.release(at_dout);
+        if (is_last) smem.k_barriers.release(at_k);
         at_dout.advance();
         at_ds.advance();
         store_dq(dq);
         ptx::wgmma_wait_group<0>();
         ptx::pin(dk);
-        smem.q_barriers.release_warp(at_q);
+        smem.q_barriers.release(at_q);
         at_q.advance();
     }
 
@@ -322,23 +322,29 @@ struct BackwardConsumer {
 
     SPLITKV_DEVICE void hand_over(uint32_t barrier) const {
         ptx::fence_proxy_async();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
+        ptx::mbarrier_arrive(barrier);
     }
 
     // 32 columns of an accumulator [64 rows, columns], scaled, to a box with the 128-byte swizzle.
+    // Odd rows store the column groups in another order than even ones: so the 16 lanes of a
+    // wavefront, of 4 rows, hit all banks once. In the same order they would hit half of them twice.
     SPLITKV_DEVICE void store_box(const float* acc, float factor, uint32_t box) const {
+        constexpr int kGroups = kBoxRegisters / 4;  // of 8 columns, 2 of them in a thread
+        constexpr int kFlip = kGroups / 2;
         const int row = warp() * 16 + lane() / 4;
+        const bool is_odd = row % 2 != 0;
+        const int unit = (lane() % 4 / 2) ^ (is_odd ? 2 * kFlip : 0);  // of 4 columns, 16 bytes
+        const uint32_t target = box + row * kRowBytes + ((unit ^ (row % 8)) << 4) + lane() % 2 * 8;
 #pragma unroll
-        for (int group = 0; group < kBoxRegisters / 4; ++group) {
-            const int unit = group * 2 + lane() % 4 / 2;  // of 4 columns, 16 bytes
-            const uint32_t target =
-                box + row * kRowBytes + ((unit ^ (row % 8)) << 4) + lane() % 2 * 8;
+        for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                ptx::st_shared_v2_f32(target + half * 8 * kRowBytes,
-                                      acc[4 * group + 2 * half] * factor,
-                                      acc[4 * group + 2 * half + 1] * factor);
+                const float* even = acc + 4 * group + 2 * half;
+                const float* odd = acc + 4 * (group ^ kFlip) + 2 * half;
+                // Boxes start at multiples of 1024, so that flipping bits moves inside the row.
+                ptx::st_shared_v2_f32((target ^ (group << 5)) + half * 8 * kRowBytes,
+                                      (is_odd ? odd[0] : even[0]) * factor,
+                                      (is_odd ? odd[1] : even[1]) * factor);
             }
         }
     }

@@ -37,17 +37,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (ptx::smem_address(aligned_smem) % kSwizzleBytes != 0) __trap();
     auto& smem = *reinterpret_cast<BackwardSmem<Traits>*>(aligned_smem);
     const int warpgroup = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
-    constexpr int kWarpsPerWarpgroup = kWarpgroupThreads / 32;
     if (threadIdx.x == 0) {
-        constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
-        smem.work_barriers.init(kConsumerWarps + kWriters);
-        smem.k_barriers.init(kConsumerWarps);
-        smem.v_barriers.init(kConsumerWarps);
-        smem.q_barriers.init(kConsumerWarps);
-        smem.dout_barriers.init(kConsumerWarps);
+        // Each thread arrives for itself: as fast as one for its warp, and its own reads and writes
+        // come before its arrival without further proof.
+        constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
+        smem.work_barriers.init(kConsumerThreads + kWriters);
+        smem.k_barriers.init(kConsumerThreads);
+        smem.v_barriers.init(kConsumerThreads);
+        smem.q_barriers.init(kConsumerThreads);
+        smem.dout_barriers.init(kConsumerThreads);
         for (int i = 0; i < Traits::kConsumers; ++i) {
-            smem.dq_barriers[i].init(kWarpsPerWarpgroup, 1);
-            smem.piece_barriers[i].init(kWarpsPerWarpgroup, 1);
+            smem.dq_barriers[i].init(kWarpgroupThreads, 1);
+            smem.piece_barriers[i].init(kWarpgroupThreads, 1);
         }
         ptx::fence_mbarrier_init();
     }
