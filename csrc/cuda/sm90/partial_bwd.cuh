@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         smem.v_barriers.init(kConsumerThreads);
         smem.q_barriers.init(kConsumerThreads);
         smem.dout_barriers.init(kConsumerThreads);
+        smem.ds_barriers.init(kConsumerThreads, kConsumerThreads);
         for (int i = 0; i < Traits::kConsumers; ++i) {
             smem.dq_barriers[i].init(kWarpgroupThreads, 1);
             smem.piece_barriers[i].init(kWarpgroupThreads, 1);

@@ -20,6 +20,9 @@ struct RingCursor {
             parity ^= 1;
         }
     }
+    SPLITKV_DEVICE RingCursor previous() const {
+        return stage == 0 ? RingCursor{kNumStages - 1, parity ^ 1} : RingCursor{stage - 1, parity};
+    }
 };
 
 // Barriers of one ring: full[i] completes when stage i has been written, empty[i] when every
