@@ -34,10 +34,10 @@ struct BackwardConsumer {
     RingCursor<kBackwardItemSlots> at_work;
     RingCursor<1> at_kv;
     RingCursor<Traits::kStages> at_step;  // of q, dout, ds and, one step later, dq
-    uint32_t piece_parity = 0;                           // of the item's dv and dk
-    uint32_t k_low;     // of the consumer's keys, left operand of s
-    uint32_t v_low;     // of the consumer's keys, left operand of dp
-    uint32_t k_dq_low;  // of all keys, right operand of dq
+    uint32_t piece_parity = 0;            // of the item's dv and dk
+    uint32_t k_low;                       // of the consumer's keys, left operand of s
+    uint32_t v_low;                       // of the consumer's keys, left operand of dp
+    uint32_t k_dq_low;                    // of all keys, right operand of dq
     int32_t first_key;  // of this thread, in the tensor; its other key is 8 further on
 
     float dk[Traits::kHeadDimQk / 2];
@@ -255,8 +255,8 @@ struct BackwardConsumer {
     }
 
     SPLITKV_DEVICE void issue_dk(const uint32_t (&ds)[kRowSteps][4]) {
-        const uint32_t q_low = uniform(
-            mn_major_low(ptx::smem_address(smem.q) + at_step.stage * Traits::kQBytes, Traits::kRows));
+        const uint32_t q_low = uniform(mn_major_low(
+            ptx::smem_address(smem.q) + at_step.stage * Traits::kQBytes, Traits::kRows));
 #pragma unroll
         for (int k = 0; k < kRowSteps; ++k) {
             ptx::wgmma_rs<Element, 1>(dk, ds[k], descriptor(q_low + mn_major_step(k)), 1);
@@ -266,9 +266,8 @@ struct BackwardConsumer {
 
     SPLITKV_DEVICE void issue_dq(float (&dq)[kDqRegisters]) const {
         const int row_bytes = Traits::kSplitsDqRows ? consumer * kWarpgroupRows * kRowBytes : 0;
-        const uint32_t ds_low = uniform(
-            k_major_low(ptx::smem_address(smem.ds) +
-                                at_step.previous().stage * Traits::kDsBytes + row_bytes));
+        const uint32_t ds_low = uniform(k_major_low(
+            ptx::smem_address(smem.ds) + at_step.previous().stage * Traits::kDsBytes + row_bytes));
 #pragma unroll
         for (int k = 0; k < Traits::kKeys / kStepK; ++k) {
             ptx::wgmma_ss<Element, 0, 1>(dq, descriptor(ds_low + k_major_step(k, Traits::kRows)),
@@ -336,7 +335,8 @@ struct BackwardConsumer {
 
     // 32 columns of an accumulator [64 rows, columns], scaled, to a box with the 128-byte swizzle.
     // Odd rows store the column groups in another order than even ones: so the 16 lanes of a
-    // wavefront, of 4 rows, hit all banks once. In the same order they would hit half of them twice.
+    // wavefront, of 4 rows, hit all banks once. In the same order they would hit half of them
+    // twice.
     SPLITKV_DEVICE void store_box(const float* acc, float factor, uint32_t box) const {
         constexpr int kGroups = kBoxRegisters / 4;  // of 8 columns, 2 of them in a thread
         constexpr int kFlip = kGroups / 2;
