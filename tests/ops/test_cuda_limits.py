@@ -76,7 +76,7 @@ def test_large_logits_in_the_backward(logit: float) -> None:
     dq = backward(shifted, *softmax_of(shifted, oracle), dk, dv)
     assert all(x.isfinite().all() for x in (dq, dk, dv))
     # A logit of 1e4 and its lse are each rounded to 1e-3 in fp32, which p passes on. The column
-    # that makes the logits large is left out: there dq is a sum of ds, which cancels to 0, times 100.
+    # that makes logits large is left out: there dq is a sum of ds, which cancels to 0, times 100.
     tolerance = tolerances.Tolerance(rel_l2=1e-2, worst_row=3e-2)
     assert_matches("dq", dq[..., 1:], oracle.dq[..., 1:], tolerance)
     assert_matches("dk", dk[..., 1:], oracle.dk[..., 1:], tolerance)

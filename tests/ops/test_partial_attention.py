@@ -260,7 +260,6 @@ def _split_keys(case: Case, num_parts: int) -> list[tuple[Case, slice]]:
     return parts
 
 
-@pytest.mark.parametrize("intervals", INTERVALS)
 def test_overwriting_gives_the_bits_of_adding_to_zeros() -> None:
     case = make_case(Shape(), intervals="scattered")
     out, lse = case.forward()
@@ -271,6 +270,7 @@ def test_overwriting_gives_the_bits_of_adding_to_zeros() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, (dq, dk, dv), strict=True))
 
 
+@pytest.mark.parametrize("intervals", INTERVALS)
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
 def test_split_keys_merge_to_the_whole(num_parts: int, intervals: str) -> None:
     """The idea of the package: partials join exactly; backward takes the merged lse and delta."""
