@@ -129,6 +129,7 @@ struct BackwardLoader {
         load_boxes<Traits::kVChunks, Traits::kRows>(
             &params.dout, ptx::smem_address(smem.dout) + stage * Traits::kDoutBytes,
             smem.dout_barriers.full_address(stage), head, row_begin, Traits::kDoutBytes);
+        if (params.prefetches_dq) prefetch_dq(head, row_begin);
         at_rows.advance();
     }
 
@@ -136,16 +137,23 @@ struct BackwardLoader {
     SPLITKV_DEVICE void prefetch_gradients(const KvTileWork& work) {
         if (!params.accumulates) return;
         for (int row = 0; row < Traits::kKeys; row += kWarpgroupRows) {
-            prefetch_boxes<Traits::kHeadDimV>(&params.dv, work, row);
-            prefetch_boxes<Traits::kHeadDimQk>(&params.dk, work, row);
+            prefetch_boxes<Traits::kHeadDimV>(&params.dv, work.kv_head, work.key_begin + row);
+            prefetch_boxes<Traits::kHeadDimQk>(&params.dk, work.kv_head, work.key_begin + row);
+        }
+    }
+
+    SPLITKV_DEVICE void prefetch_dq(int head, int row_begin) {
+        for (int row = 0; row < Traits::kRows; row += kWarpgroupRows) {
+            prefetch_boxes<Traits::kHeadDimQk>(&params.dq, head,
+                                               row_begin + row / params.heads_per_tile);
         }
     }
 
     template <int kHeadDim>
-    SPLITKV_DEVICE void prefetch_boxes(const CUtensorMap* map, const KvTileWork& work, int row) {
+    SPLITKV_DEVICE void prefetch_boxes(const CUtensorMap* map, int head, int row) {
 #pragma unroll 1
         for (int column = 0; column < kHeadDim; column += kBoxColumns) {
-            ptx::cp_async_bulk_prefetch_tensor_3d(map, column, work.kv_head, work.key_begin + row);
+            ptx::cp_async_bulk_prefetch_tensor_3d(map, column, head, row);
         }
     }
 
