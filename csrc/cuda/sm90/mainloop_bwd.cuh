@@ -7,8 +7,8 @@
 //   dq  = ds^T . k                                     ds of all consumers through shared memory
 //
 // dq is a step behind: the ds that it takes has long been there, and no consumer waits for another.
-// dv is issued before ds is handed over, and the proxy fence hides under the product. dq, and at the
-// end dk and dv, go to global memory through the BackwardWriter, by way of shared memory.
+// dv is issued before ds is handed over, and the proxy fence hides under the product. dq, and in
+// the end dk and dv, go to global memory through the BackwardWriter, by way of shared memory.
 #pragma once
 
 #include "cuda/sm90/backward_traits.cuh"
