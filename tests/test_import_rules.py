@@ -24,14 +24,18 @@ ROOMS: dict[str, set[str]] = {
     "comm": _BELOW_COMM,
     "ops": {"errors", "config", "_kernels"},
     "attention": _BELOW_COMM | {"comm", "ops"},
-    "mcore": _BELOW_MCORE,
+    # What `verify` and `doctor` look at: all of the product but Megatron, which mcore checks.
+    "checks": {*_BELOW_MCORE, "_kernels"},
+    "mcore": {*_BELOW_MCORE, "checks"},
     "launch": {"errors", "mcore"},
+    "verify": {"errors", "config", "comm", "checks", "mcore"},
+    "doctor": {"checks", "mcore"},
 }
-# Rooms that load without torch; all but these two load without Megatron.
-TORCHLESS_ROOMS = {"errors", "config", "plan"}
+# Rooms that load without torch; all but mcore and launch load without Megatron.
+TORCHLESS_ROOMS = {"errors", "config", "plan", "doctor"}
 MEGATRON_ROOMS = {"mcore", "launch"}
 # Megatron takes process groups, so the files that start a job or stand in for a GPU make them.
-DISTRIBUTED_FILES = {"comm.py", "mcore/cpu_mode.py", "mcore/launch.py"}
+DISTRIBUTED_FILES = {"comm.py", "checks/processes.py", "mcore/cpu_mode.py", "mcore/launch.py"}
 
 
 def room_of(file: str) -> str:
@@ -128,6 +132,14 @@ def test_file_imports_only_what_its_room_may(file: str) -> None:
         ("mcore/a.py", "import megatron_splitkv", "imports from the package root"),
         ("plan/a.py", "from . import queries", "relative import ."),
         ("plan/a.py", "from ..config import SplitKVConfig", "relative import ..config"),
+        (
+            "checks/a.py",
+            "from megatron_splitkv.mcore import parity",
+            "checks must not import mcore",
+        ),
+        ("checks/a.py", "import megatron.core", "only mcore names megatron"),
+        ("attention.py", "import megatron_splitkv.checks", "attention must not import checks"),
+        ("verify.py", "import torch.distributed", "only comm.py names torch.distributed"),
         ("extra/a.py", "import os", "unknown room"),
     ],
 )
