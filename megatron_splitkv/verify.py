@@ -20,7 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -150,6 +150,7 @@ def run(args: argparse.Namespace, config: SplitKVConfig) -> int:
     """
     start = time.perf_counter()
     with join_world(device=args.device, backend=args.backend, timeout_s=args.timeout) as world:
+        config = replace(config, transport=world.transport)
         cp_size = args.cp or world.size
         transport = cp_transport(world, cp_size)
         sections: dict[str, Callable[[], list[Check]]] = {

@@ -189,26 +189,24 @@ class Ulysses(Method):
 class _UlyssesPart(RankPart):
     def __init__(self, method: Ulysses, rank: int, transport: Transport | None, seen: Seen) -> None:
         self.method, self.rank, self.transport, self.seen = method, rank, transport, seen
-        heads_q, heads_kv = method.workload.heads
-        size = method.cp_size
-        each = max(1, heads_kv // size)
-        first = [rank * heads_kv // size for rank in range(size)]
-        flat = torch.tensor([head + i for head in first for i in range(each)])
-        self.kv_heads = flat.to(seen.begin.device)  # of each rank in turn
+        heads_kv, size = method.workload.heads[1], method.cp_size
         self.is_repeated = heads_kv < size
-        self.q_heads = torch.arange(heads_q, device=seen.begin.device)
+        self.kv_heads = None  # of each rank in turn, where ranks share them
+        if self.is_repeated:
+            first = torch.arange(size, device=seen.begin.device)
+            self.kv_heads = first * heads_kv // size
 
     def forward(self, inputs: RankInputs) -> Tensor:
         rows, tokens = self.method.rows, self.method.tokens
-        self.q = self._to_heads(inputs.q, self.q_heads, rows)
-        self.k, self.v = (self._to_heads(x, self.kv_heads, tokens) for x in (inputs.k, inputs.v))
+        self.q = self._to_heads(inputs.q, rows)
+        self.k, self.v = (self._to_heads(x, tokens, self.kv_heads) for x in (inputs.k, inputs.v))
         self.out, self.lse = self.seen.attend(self.q, self.k, self.v, inputs.q.dtype)
         return self._to_rows(self.out, self.out.dtype, rows).flatten(1, 2)
 
     def backward(self, dout: Tensor) -> Gradients:
         dtype = dout.dtype
         rows, tokens = self.method.rows, self.method.tokens
-        dout = self._to_heads(dout, self.q_heads, rows)
+        dout = self._to_heads(dout, rows)
         state = (self.q, dout, self.lse, attention_delta(dout, self.out))
         dq, *dkv = self.seen.backward(state, self.k, self.v)
         wire = self.method.wire_dtype(dtype) if self.is_repeated else dtype
@@ -220,12 +218,16 @@ class _UlyssesPart(RankPart):
             self._to_rows(dq, dtype, rows).flatten(1, 2), dk.to(dtype), dv.to(dtype)
         )  # fmt: skip
 
-    def _to_heads(self, x: Tensor, heads: Tensor, shares: Sequence[Int64Array]) -> Tensor:
-        """`[own, H, D]` to `[all, H', D]` with the heads of this rank."""
+    def _to_heads(
+        self, x: Tensor, shares: Sequence[Int64Array], heads: Tensor | None = None
+    ) -> Tensor:
+        """`[own, H, D]` to `[all, H', D]` with the heads of this rank; `heads` repeats some."""
         if self.transport is None:
             return x
         size = self.method.cp_size
-        by_rank = x.index_select(1, heads).unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
+        if heads is not None:
+            x = x.index_select(1, heads)
+        by_rank = x.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
         row = RowFormat(((by_rank.shape[1:], x.dtype),))
         counts = [len(share) for share in shares]
         sent = row.pack([by_rank])

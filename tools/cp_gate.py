@@ -62,15 +62,13 @@ def run_part(
     return out, part.backward(mine.dout)
 
 
-def worst_share(
-    method: Method, case: Case, rank: int, got: tuple[Tensor, Gradients], partial_dtype: str
-) -> float:
+def worst_share(method: Method, case: Case, rank: int, got: tuple[Tensor, Gradients]) -> float:
     """The largest error of a rank's results as a share of its limit."""
     rows, tokens = (torch.from_numpy(x[rank]) for x in (method.rows, method.tokens))
     dtype, expected = case.tensors[0].dtype, case.expected
     out, (dq, dk, dv) = got
-    of_out = limits.attention_limit("out", dtype, partial_dtype).rel_l2
-    of_gradient = limits.attention_limit("gradient", dtype, partial_dtype).rel_l2
+    of_out = limits.attention_limit("out", dtype, method.config).rel_l2
+    of_gradient = limits.attention_limit("gradient", dtype, method.config).rel_l2
     return max(
         error_of(out, expected.out[rows]).rel_l2 / of_out,
         error_of(dq, expected.dq[rows]).rel_l2 / of_gradient,
@@ -103,7 +101,7 @@ def check_on_threads(
 
         def body(transport: Transport, method: Method = method) -> float:
             got = run_part(method, case, transport, device)
-            return worst_share(method, case, transport.rank, got, config.partial_dtype)
+            return worst_share(method, case, transport.rank, got)
 
         found[kind.name] = max(ThreadGroup(sizes[0]).run(body))
         refuse_wrong(kind.name, found[kind.name])

@@ -236,7 +236,7 @@ def measure_real(
             continue
         small = kind(case.workload, world.size, m.config)
         got = run_part(small, case, transport, m.device)
-        share = worst_share(small, case, world.rank, got, m.config.partial_dtype)
+        share = worst_share(small, case, world.rank, got)
         refuse_wrong(kind.name, max(gather_from_all(share, world)))
         say(f"{m.workload.name}: {kind.name} is right, timing it")
         yield _real_line(m, kind, world, transport, alone_ms)

@@ -14,6 +14,7 @@ from cp_workloads import Int64Array, Workload
 from torch import Tensor
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
+from megatron_splitkv.checks.limits import DTYPE_NAMES
 from megatron_splitkv.comm import Transport
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
@@ -86,7 +87,8 @@ class Method(ABC):
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """How partial sums of a baseline travel: as those of `split-kv`, 16 or 32 bits."""
-        return torch.float32 if self.config.partial_dtype == "fp32" else dtype
+        partial_dtype = self.config.resolved_partial_dtype(DTYPE_NAMES[dtype])
+        return torch.float32 if partial_dtype == "fp32" else dtype
 
 
 class SplitKV(Method):

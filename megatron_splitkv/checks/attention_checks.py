@@ -30,7 +30,6 @@ from megatron_splitkv.plan import Anchors, Causal, Full, Plan, Queries, Suffix, 
 from megatron_splitkv.plan.report import AttentionShape, report_plan
 
 BLOCK_SIZE = 64
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +125,7 @@ class RankCall:
             num_heads_q=self.case.heads[0],
             head_dim_qk=self.case.head_dim,
             head_dim_v=self.case.head_dim,
-            dtype=DTYPE_NAMES[self.dout.dtype],
+            dtype=limits.DTYPE_NAMES[self.dout.dtype],
         )
         report = report_plan(self.plan, shape, self.config)
         rank = self.context.layout.cp_rank
@@ -196,15 +195,15 @@ def check_attention(
 def _see_case(worst: Worst, call: RankCall, bytes_seen: "_BytesSeen") -> None:
     out, lse, gradients = call.run()
     bytes_seen.see(call)
-    dtype, partial_dtype = call.dout.dtype, call.config.partial_dtype
+    dtype = call.dout.dtype
     index, rows = call.context.layout.kv_index.cpu(), call.rows
     expected_out, expected_lse, expected_gradients = call.expected
-    limit = limits.attention_limit("out", dtype, partial_dtype)
+    limit = limits.attention_limit("out", dtype, call.config)
     worst.see("out", call.case, out, expected_out[rows], limit)
     worst.see_lse(call.case, lse_error(lse, expected_lse[rows]), limits.lse_limit(out.device))
     names = ("dq", "dk", "dv", "dk of own blocks", "dv of own blocks")
     taken = (rows, index, index, rows, rows)
-    limit = limits.attention_limit("gradient", dtype, partial_dtype)
+    limit = limits.attention_limit("gradient", dtype, call.config)
     for name, which, got, due in zip(names, taken, gradients, expected_gradients, strict=False):
         worst.see(name, call.case, got, due[which], limit)
 

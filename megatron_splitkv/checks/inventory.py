@@ -206,7 +206,7 @@ def _transports() -> Iterator[Finding]:
     backends = processes.available_backends()
     yield Finding(
         topic=topic, name="gloo", state="ok" if backends["gloo"] else "broken",
-        found="CPU tensors, several processes on one machine" if backends["gloo"] else "missing",
+        found="on the CPU; for a GPU by way of host memory" if backends["gloo"] else "missing",
         remedy="" if backends["gloo"] else "install a torch that is built with gloo",
     )  # fmt: skip
     num_gpus = _num_gpus()

@@ -10,6 +10,9 @@ from typing import Literal
 
 import torch
 
+from megatron_splitkv.config import SplitKVConfig
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Kind = Literal["out", "gradient"]
 
 
@@ -43,8 +46,8 @@ LSE = {"cpu": 2e-6, "cuda": 1e-5}
 _WIRE = {
     "fp32": Limit(rel_l2=0.0, worst_row=0.0),
     "bf16": Limit(rel_l2=3e-3, worst_row=2e-2),
+    "fp16": Limit(rel_l2=5e-4, worst_row=3e-3),
 }
-_WIRE_OF_11_BITS = Limit(rel_l2=5e-4, worst_row=3e-3)
 
 BYTES = 0.02  # share by which bytes may differ from the plan's prediction
 
@@ -65,15 +68,15 @@ def op_limit(kind: Kind, dtype: torch.dtype, device: torch.device) -> Limit:
     return (_OUT if kind == "out" else _GRADIENT)[dtype]
 
 
-def wire_limit(partial_dtype: str) -> Limit:
-    """What the format of returned partials may add to any result."""
-    return _WIRE.get(partial_dtype, _WIRE_OF_11_BITS)
+def wire_limit(dtype: torch.dtype, config: SplitKVConfig) -> Limit:
+    """What the format of returned partials may add to any result for inputs of `dtype`."""
+    return _WIRE[config.resolved_partial_dtype(DTYPE_NAMES[dtype])]
 
 
-def attention_limit(kind: Kind, dtype: torch.dtype, partial_dtype: str) -> Limit:
+def attention_limit(kind: Kind, dtype: torch.dtype, config: SplitKVConfig) -> Limit:
     """For a whole attention call, whose results have the dtype of its inputs."""
     base = FP32 if dtype == torch.float32 else (_OUT if kind == "out" else _GRADIENT)[dtype]
-    wire = wire_limit(partial_dtype)
+    wire = wire_limit(dtype, config)
     return Limit(rel_l2=base.rel_l2 + wire.rel_l2, worst_row=base.worst_row + wire.worst_row)
 
 

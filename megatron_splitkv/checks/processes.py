@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from megatron_splitkv.comm import ProcessGroupTransport, Transport
+from megatron_splitkv.comm import Transport, transport_of
 
 GRACE_S = 10.0  # after a first failure: time for the other ranks to say what they saw
 POLL_S = 0.1
@@ -37,6 +37,11 @@ class World:
     size: int
     device: torch.device
     backend: str
+
+    @property
+    def transport(self) -> str:
+        """`SplitKVConfig.transport`: GPUs over gloo, as when ranks share one, must be asked for."""
+        return "gloo" if (self.device.type, self.backend) == ("cuda", "gloo") else "auto"
 
 
 def is_launched() -> bool:
@@ -126,15 +131,13 @@ def cp_transport(world: World, cp_size: int) -> Transport | None:
             f"--cp {cp_size} must divide the {world.size} processes that were started; start a "
             "multiple of it, or leave --cp out"
         )
-    if cp_size == 1:
-        return None
     mine = None
     for first in range(0, world.size, cp_size):
         group = dist.new_group(list(range(first, first + cp_size)))
         if first <= world.rank < first + cp_size:
             mine = group
     assert isinstance(mine, dist.ProcessGroup)
-    return ProcessGroupTransport(group=mine)
+    return transport_of(mine, world.device, world.transport)
 
 
 def gather_from_all[T](value: T, world: World) -> list[T]:

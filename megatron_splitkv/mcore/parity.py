@@ -167,7 +167,7 @@ class _Trial:
         reference = self.stock(torch.float32)
         got = self.split_kv()
         difference = _compare(got, reference)
-        wire = limits.wire_limit(self.book.config.partial_dtype).rel_l2
+        wire = limits.wire_limit(self.dtype, self.book.config).rel_l2
         loss_limit, gradient_limit = (
             limits.MODEL_FP32_LOSS + wire,
             limits.MODEL_FP32_GRADIENT + wire,
@@ -235,7 +235,7 @@ class _Trial:
         )
         shape = AttentionShape(
             num_heads_q=HEADS, head_dim_qk=HEAD_DIM, head_dim_v=HEAD_DIM,
-            dtype="fp32" if self.dtype == torch.float32 else "bf16",
+            dtype=limits.DTYPE_NAMES[self.dtype],
         )  # fmt: skip
         report = report_plan(plan, shape, self.book.config)
         rank = group.rank()
