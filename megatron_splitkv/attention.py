@@ -238,7 +238,6 @@ def _forward(
     query_format = RowFormat(((q.shape[1:], q.dtype),))
     partial_format = call.partial_format(q, keys.v.shape[2], has_lse=True)
     kept: list[Tensor] = []
-    merged: list[tuple[Tensor, Tensor]] = []
 
     def attend(
         rows: Tensor, to: _KeysValues, seen: KeyIntervals, out_dtype: torch.dtype
@@ -248,12 +247,13 @@ def _forward(
             softmax_scale=call.softmax_scale, work=call.context.work_on(seen),
         )  # fmt: skip
 
-    def attend_own() -> None:
-        merged.append(attend(q, keys, layout.own, own_dtype))
+    def attend_own() -> tuple[Tensor, Tensor]:
+        merged = attend(q, keys, layout.own, own_dtype)
         if block is not None and layout.block is not None:
             each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
             of_block = attend(q, block, layout.block, torch.float32)
-            merge_partials_(*merged[0], *of_block, each, each[:-1])
+            merge_partials_(*merged, *of_block, each, each[:-1])
+        return merged
 
     def attend_gathered(stage: ExchangeStage, packed: Tensor) -> Tensor:
         (rows,) = query_format.unpack(packed)
@@ -263,15 +263,17 @@ def _forward(
             *attend(rows, keys, stage.intervals, partial_format.compute_dtype)
         )
 
-    def merge(stage: ExchangeStage, packed: Tensor) -> None:
+    def merge(merged: tuple[Tensor, Tensor], stage: ExchangeStage, packed: Tensor) -> None:
         part = partial_format.unpack(packed)
-        assert part.lse is not None
+        assert part.lse is not None, "outputs travel with their lse"
         merge_partials_(
-            *merged[0], part.values, part.lse, stage.return_ptr, stage.return_slots, part.scale
+            *merged, part.values, part.lse, stage.return_ptr, stage.return_slots, part.scale
         )
 
-    _run_stages(call, lambda rows: query_format.pack([q], rows), attend_own, attend_gathered, merge)
-    return *merged[0], kept
+    out, lse = _run_stages(
+        call, lambda rows: query_format.pack([q], rows), attend_own, attend_gathered, merge
+    )
+    return out, lse, kept
 
 
 def _backward(
@@ -283,7 +285,6 @@ def _backward(
 ) -> tuple[Tensor, _KeysValues, _KeysValues | None]:
     """Returns dq of the own rows, and the gradients of the local keys and of the blocks, fp32."""
     layout = call.layout
-    summed: list[Tensor] = []
     dkeys = keys.zero_gradients()
     dblock = None if block is None else block.zero_gradients()
     sent = [rows.dout, rows.lse, rows.delta] + ([] if kept_queries else [rows.q])
@@ -299,10 +300,11 @@ def _backward(
             softmax_scale=call.softmax_scale, work=call.context.work_on(seen),
         )  # fmt: skip
 
-    def attend_own() -> None:
-        summed.append(attend(rows, keys, layout.own, dkeys))
+    def attend_own() -> Tensor:
+        dq = attend(rows, keys, layout.own, dkeys)
         if block is not None and dblock is not None and layout.block is not None:
-            summed[0].add_(attend(rows, block, layout.block, dblock))
+            dq.add_(attend(rows, block, layout.block, dblock))
+        return dq
 
     def attend_gathered(stage: ExchangeStage, packed: Tensor) -> Tensor:
         dout, lse, delta, *queries = sent_format.unpack(packed)
@@ -310,22 +312,24 @@ def _backward(
         part = _BackwardRows(dout=dout, q=q, lse=lse, delta=delta)
         return dq_format.pack(attend(part, keys, stage.intervals, dkeys))
 
-    def add(stage: ExchangeStage, packed: Tensor) -> None:
+    def add(dq: Tensor, stage: ExchangeStage, packed: Tensor) -> None:
         part = dq_format.unpack(packed)
-        add_partials_(summed[0], part.values, stage.return_ptr, stage.return_slots, part.scale)
+        add_partials_(dq, part.values, stage.return_ptr, stage.return_slots, part.scale)
 
-    _run_stages(call, lambda index: sent_format.pack(sent, index), attend_own, attend_gathered, add)
-    return summed[0], dkeys, dblock
+    dq = _run_stages(
+        call, lambda index: sent_format.pack(sent, index), attend_own, attend_gathered, add
+    )
+    return dq, dkeys, dblock
 
 
-def _run_stages(
+def _run_stages[T](
     call: _Call,
     pack: Callable[[Tensor | None], Tensor],
-    compute_own: Callable[[], None],
+    compute_own: Callable[[], T],
     compute: Callable[[ExchangeStage, Tensor], Tensor],
-    consume: Callable[[ExchangeStage, Tensor], None],
-) -> None:
-    """Own rows, then each stage: gather, compute, return, consume.
+    consume: Callable[[T, ExchangeStage, Tensor], None],
+) -> T:
+    """Own rows, then each stage: gather, compute, return, consume into what the own rows gave.
 
     The gather of the next stage and the return of the last one are in flight during the compute
     of this one, and no more: buffers are those of two stages. The order of collectives is that of
@@ -335,19 +339,19 @@ def _run_stages(
     if transport is None or not stages:
         return compute_own()
     arriving = gather_rows(pack, stages[0], transport)
-    compute_own()
+    own = compute_own()
     returning: tuple[ExchangeStage, Pending] | None = None
     for stage, following in zip_longest(stages, stages[1:]):
         rows = arriving.wait()
         if following is not None:
             arriving = gather_rows(pack, following, transport)
         answers = return_rows(compute(stage, rows), stage, transport)
-        del rows
         if returning is not None:
-            consume(returning[0], returning[1].wait())
+            consume(own, returning[0], returning[1].wait())
         returning = stage, answers
-    assert returning is not None
-    consume(returning[0], returning[1].wait())
+    assert returning is not None, "there is a stage"
+    consume(own, returning[0], returning[1].wait())
+    return own
 
 
 def _merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:

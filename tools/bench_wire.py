@@ -1,11 +1,12 @@
 """Error of each wire format of partials against fp64, at 1, 2, 4 and 8 simulated ranks.
 
-One causal document. `out` and `dq` of sampled rows are compared with dense fp64 attention on the
+One document. Under a full mask every rank has an equal share in each row, the hardest case.
+`out` and `dq` of sampled rows are compared with dense fp64 attention on the
 same inputs, rounded to --dtype. On a GPU the format's own passes are timed too: encoding partials
 into wire rows, merging and adding them.
 
 examples:
-  python tools/bench_wire.py --length 4096
+  python tools/bench_wire.py --length 4096 --mask full
   python tools/bench_wire.py --device cuda --json out.json
 """
 
@@ -27,7 +28,8 @@ from megatron_splitkv.comm import RowFormat, ThreadGroup, ThreadTransport
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout, shard_rows, unshard_rows
 from megatron_splitkv.ops import add_partials_, attention_delta, merge_partials_
-from megatron_splitkv.plan import make_plan
+from megatron_splitkv.plan import Causal, Full, make_plan
+from megatron_splitkv.plan.queries import SelfQueries
 from megatron_splitkv.wire import PartialFormat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,15 +49,15 @@ class Pass(NamedTuple):
     call: Callable[[], object]
 
 
-def dense_fp64(
-    inputs: list[Tensor], rows: Tensor, num_heads_q: int, num_heads_kv: int
-) -> tuple[Tensor, Tensor]:
-    """out and dq of the given rows of one causal document, `[R, Hq, D]`."""
+def dense_fp64(inputs: list[Tensor], rows: Tensor, queries: SelfQueries) -> tuple[Tensor, Tensor]:
+    """out and dq of the given rows of one document, `[R, Hq, D]`."""
     q, k, v, dout = (tensor.double().cpu() for tensor in inputs)
+    num_heads_q, num_heads_kv = q.shape[1], k.shape[1]
     q, dout = q[rows], dout[rows]
     scale = q.shape[-1] ** -0.5
     out, dq = torch.empty_like(q), torch.empty_like(q)
-    is_hidden = torch.arange(len(k))[None] > rows[:, None]
+    last = rows if isinstance(queries, Causal) else torch.full_like(rows, len(k))
+    is_hidden = torch.arange(len(k))[None] > last[:, None]
     for head in range(num_heads_q):
         keys, values = (x[:, head * num_heads_kv // num_heads_q] for x in (k, v))
         scores = (q[:, head] @ keys.T * scale).masked_fill(is_hidden, -torch.inf)
@@ -68,10 +70,10 @@ def dense_fp64(
 
 
 def run_ranks(
-    inputs: list[Tensor], cp_size: int, partial_dtype: str, device: str
+    inputs: list[Tensor], queries: SelfQueries, cp_size: int, partial_dtype: str, device: str
 ) -> tuple[Tensor, Tensor]:
     """out and dq of all rows, from `cp_size` ranks that exchange partials in a format."""
-    plan = make_plan([len(inputs[0])], cp_size)
+    plan = make_plan([len(inputs[0])], cp_size, queries=queries)
     config = SplitKVConfig(partial_dtype=partial_dtype, num_stages=max(1, cp_size - 1))
 
     def body(transport: ThreadTransport) -> tuple[Tensor, Tensor]:
@@ -106,12 +108,13 @@ def measure_errors(args: argparse.Namespace) -> dict[str, dict[str, list[float]]
         for heads in (heads_q, heads_kv, heads_kv, heads_q)
     ]
     rows = torch.randperm(args.length, generator=generator)[:NUM_SAMPLED_ROWS].sort().values
-    expected = dense_fp64(inputs, rows, heads_q, heads_kv)
+    queries = Causal() if args.mask == "causal" else Full()
+    expected = dense_fp64(inputs, rows, queries)
     found: dict[str, dict[str, list[float]]] = {}
     for partial_dtype in FORMATS:
         found[partial_dtype] = {"out": [], "dq": []}
         for cp_size in CP_SIZES:
-            got = run_ranks(inputs, cp_size, partial_dtype, args.device)
+            got = run_ranks(inputs, queries, cp_size, partial_dtype, args.device)
             for name, mine, theirs in zip(("out", "dq"), got, expected, strict=True):
                 found[partial_dtype][name].append(relative_error(mine[rows], theirs))
     return found
@@ -182,6 +185,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=16384, help="tokens (default: %(default)s)")
     parser.add_argument("--heads", type=int, nargs=2, default=(8, 8), metavar=("Q", "KV"))
     parser.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="file for the figures")

@@ -155,7 +155,7 @@ def test_the_same_bits_at_any_timing(is_delayed):
 def test_default_partials_keep_the_error_of_one_rank():
     errors = {"out": [], "dq": []}
     for cp_size in (1, 8):
-        plan = make_plan([2048], cp_size, block_size=64)
+        plan = make_plan([2048], cp_size, queries=Full(), block_size=64)
         inputs = random_inputs(plan, Heads(q=2, kv=1, dim_qk=128, dim_v=128), torch.bfloat16)
         got, expected = run_simulated(plan, inputs, device="cuda"), dense(plan, inputs)
         for name, found in errors.items():

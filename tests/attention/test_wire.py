@@ -134,12 +134,13 @@ def test_cheap_partials_stay_within_a_rounding(queries, cp_size, partial_dtype):
     assert travelled > 3e-5, "the option must have an effect"
 
 
-# A17: what travels by default must not show beside the error of one rank.
+# A17: what travels by default must not show beside the error of one rank. Under a full mask every
+# rank has an equal share in each row: the hardest case.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_default_partials_keep_the_error_of_one_rank(dtype):
     errors = {"out": [], "dq": []}
     for cp_size in (1, 8):
-        plan = make_plan([1024], cp_size, block_size=64)
+        plan = make_plan([1024], cp_size, queries=Full(), block_size=64)
         inputs = random_inputs(plan, Heads(q=2, kv=1, dim_qk=64, dim_v=64), dtype, seed=17)
         got, expected = run_simulated(plan, inputs), dense(plan, inputs)
         for name, found in errors.items():
