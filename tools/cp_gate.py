@@ -103,7 +103,7 @@ def check_on_threads(
             got = run_part(method, case, transport, device)
             return worst_share(method, case, transport.rank, got)
 
-        found[kind.name] = max(ThreadGroup(sizes[0]).run(body))
+        found[kind.name] = max(ThreadGroup(sizes[0], device=device).run(body))
         refuse_wrong(kind.name, found[kind.name])
     return found
 
