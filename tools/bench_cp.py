@@ -20,6 +20,7 @@ examples:
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,6 +43,7 @@ from megatron_splitkv.plan import Causal, Suffix
 ALPHA_US, HOST_GBS = 80.0, 250.0
 # One 400 Gb/s adapter for each GPU, 90 % of it. Assumed, not measured.
 NETWORK_GBS, HOST_SIZE = 45.0, 8
+START = time.perf_counter()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -91,7 +93,8 @@ def workloads_of(args: argparse.Namespace) -> list[Workload]:
         ValueError: kv heads do not divide query heads.
     """
     if args.lengths is None:
-        return [w for w in WORKLOADS if args.workloads is None or w.name in args.workloads]
+        by_name = {workload.name: workload for workload in WORKLOADS}
+        return [by_name[name] for name in args.workloads or by_name]
     heads_q, heads_kv = args.heads
     if heads_q % heads_kv:
         raise ValueError(f"--heads {heads_q}/{heads_kv}: kv heads must divide query heads")
@@ -131,6 +134,7 @@ def run(args: argparse.Namespace, world: World | None, device: torch.device) -> 
                 host_size=args.host_size,
             )  # fmt: skip
             lines += measure_replay(measurement, args.cp, link, say)
+            write_files(lines, args)
         else:
             say_once = say if world.rank == 0 else _nothing
             transport = cp_transport(world, world.size)
@@ -140,7 +144,7 @@ def run(args: argparse.Namespace, world: World | None, device: torch.device) -> 
 
 def say(text: str) -> None:
     """Progress, apart from the results."""
-    print(text, file=sys.stderr, flush=True)
+    print(f"[{time.perf_counter() - START:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def _nothing(text: str) -> None:
@@ -149,7 +153,9 @@ def _nothing(text: str) -> None:
 
 def caption_of(args: argparse.Namespace, device: torch.device) -> str:
     """What is measured and what is modelled."""
-    partials = f"partials in {args.partial_dtype}, {args.stages} stages"
+    dtype = "bf16" if device.type == "cuda" else "fp32"
+    partial_dtype = SplitKVConfig(partial_dtype=args.partial_dtype).resolved_partial_dtype(dtype)
+    partials = f"{dtype}, partial sums in {partial_dtype}, {args.stages} stages"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     if args.mode == "real":
         return f"{name}, {partials}. Everything measured, max over ranks."
@@ -182,6 +188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(lines: Sequence[Line], args: argparse.Namespace, device: torch.device) -> None:
     """Prints the table and writes the files that were asked for."""
     print_lines(lines, caption_of(args, device))
+    write_files(lines, args)
+
+
+def write_files(lines: Sequence[Line], args: argparse.Namespace) -> None:
+    """Writes what there is so far: a run that is cut short leaves the workloads it finished."""
     if args.json:
         figures = [{**asdict(line), "step_ms": line.step_ms} for line in lines]
         settings = {name: str(value) for name, value in vars(args).items()}

@@ -111,7 +111,8 @@ class AllGather(Method):
         self.tokens = zigzag_tokens(self.workload.doc_lens, self.cp_size)
         self.rows = zigzag_rows(self.workload, self.cp_size)
         self.intervals = self.row_intervals()
-        self.order = np.concatenate(self.tokens)  # of the gathered rows
+        self.by_owner = torch.from_numpy(np.concatenate(self.tokens))  # tokens as gathered
+        self.by_token = self.by_owner.argsort()
 
     def part(self, rank: int, transport: Transport | None, device: torch.device) -> RankPart:
         return _AllGatherPart(self, rank, transport, Seen(self.intervals[self.rows[rank]], device))
@@ -124,8 +125,7 @@ class _AllGatherPart(RankPart):
         self.method, self.rank, self.transport, self.seen = method, rank, transport, seen
         device = seen.begin.device
         self.counts = [len(tokens) for tokens in method.tokens]
-        order = torch.from_numpy(method.order)
-        self.by_owner, self.by_token = order.to(device), order.argsort().to(device)
+        self.by_owner, self.by_token = method.by_owner.to(device), method.by_token.to(device)
 
     def forward(self, inputs: RankInputs) -> Tensor:
         self.inputs = inputs

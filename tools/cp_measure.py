@@ -94,9 +94,13 @@ class _Replayed:
         base = torch.cuda.memory_allocated(device) if is_cuda else 0
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        forward = self._recorded(f"{name} fwd", pause, lambda: self.part.forward(self.inputs))
-        backward = self._recorded(
-            f"{name} bwd", pause, lambda: self.part.backward(self.inputs.dout)
+        bodies = (
+            lambda: self.part.forward(self.inputs),
+            lambda: self.part.backward(self.inputs.dout),
+        )
+        forward, backward = (
+            self._recorded(f"{name} {way}", pause, body, is_timed)
+            for way, body in zip(("fwd", "bwd"), bodies, strict=True)
         )
         if is_cuda:
             self.peak_bytes = torch.cuda.max_memory_allocated(device) - base
@@ -104,14 +108,17 @@ class _Replayed:
             self.forward.append(forward)
             self.backward.append(backward)
 
-    def _recorded(self, name: str, pause: Pause, body: Callable[[], object]) -> Trace:
-        def recorded() -> None:
+    def _recorded(
+        self, name: str, pause: Pause, body: Callable[[], object], is_timed: bool
+    ) -> Trace:
+        def recorded() -> int:
             with self.recorder:
                 body()
+            return self.recorder.num_calls
 
         if self.transport is not None:
             self.transport.restart()
-        pause.run(name, recorded)
+        pause.run(name, recorded, is_timed=is_timed)
         return self.recorder.trace()
 
 
@@ -143,6 +150,8 @@ def measure_replay(m: Measurement, cp_sizes: Sequence[int], link: Link, say: Say
             say(f"{m.workload.name}: round {turn} of {m.rounds}, {name} cp {cp_size}")
             for rank in ranks:
                 rank.run(f"{name} {cp_size}", pause, turn >= WARM_UP_ROUNDS)
+    if pause.num_short:
+        say(f"{m.workload.name}: {pause.num_short} runs outlasted their pause; launch gaps are in")
     alone = sum(_step_compute(programs.pop(("one rank", 1))[0]))
     for cp_size in cp_sizes:
         for kind in m.kinds:

@@ -32,6 +32,7 @@ _KERNEL_NAMES = (
     f"{OP_NAMESPACE}::partial_attention_backward",
 )
 PAUSE_SHARE = 1.3  # of the time that the host took to queue the same work before
+S_PER_CALL = 80e-6  # of the host, for one torch call that is written down
 CYCLES_PER_S = 1.9e9  # no card counts faster
 
 
@@ -102,12 +103,16 @@ class Recorder(TorchDispatchMode):
 
     On a GPU the times are those between events, so the work must be queued behind a pause: a
     device that waits for the host would be measured waiting.
+
+    Attributes:
+        num_calls: torch calls since it was entered.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
         self._kind = OTHERS
+        self.num_calls = 0
         self._marks: list[tuple[Any, str | Start | Wait]] = []
 
     def __torch_dispatch__(
@@ -118,6 +123,7 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         """Runs one torch call; a change between kernels and the rest is a mark."""
+        self.num_calls += 1
         is_kernel = func.name().partition(".")[0] in _KERNEL_NAMES
         if self._kind != MADE_UP:
             self.become(KERNELS if is_kernel else OTHERS)
@@ -135,6 +141,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> "Recorder":
         self._kind = OTHERS
+        self.num_calls = 0
         self._marks = [(self._now(), OTHERS)]
         return super().__enter__()
 
@@ -247,21 +254,33 @@ def _repeated(rows: Tensor, count: int) -> Tensor:
 
 
 class Pause:
-    """Keeps a GPU busy while the host queues work, for as long as it took the last time."""
+    """Keeps a GPU busy while the host queues work, so that the work is not measured waiting.
+
+    Attributes:
+        num_short: timed runs whose pause was over before all was queued.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._host_s: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self.num_short = 0
 
-    def run(self, name: str, body: Callable[[], object]) -> None:
-        """Queues `body` behind the pause that its name needs."""
-        if self._device.type == "cuda":
+    def run(self, name: str, body: Callable[[], int], *, is_timed: bool) -> None:
+        """Queues `body`, which returns how many torch calls it made, behind a pause.
+
+        A run that is not timed gets none, as it also makes work lists; its calls tell how long
+        that of the next run of this name must be. A run that outlasts its pause lengthens it.
+        """
+        pause_s = self._seconds.get(name, 0.0)
+        if self._device.type == "cuda" and is_timed:
             torch.cuda.synchronize(self._device)
-            cycles = PAUSE_SHARE * self._host_s.get(name, 0.0) * CYCLES_PER_S
-            torch.cuda._sleep(int(cycles))  # pyright: ignore[reportPrivateUsage]
+            torch.cuda._sleep(int(pause_s * CYCLES_PER_S))  # pyright: ignore[reportPrivateUsage]
         start = time.perf_counter()
-        body()
-        self._host_s[name] = max(self._host_s.get(name, 0.0), time.perf_counter() - start)
+        num_calls = body()
+        host_s = time.perf_counter() - start
+        self.num_short += is_timed and self._device.type == "cuda" and host_s > pause_s
+        needed = PAUSE_SHARE * host_s if is_timed else num_calls * S_PER_CALL
+        self._seconds[name] = max(pause_s, needed)
 
 
 def simulate(traces: Sequence[Trace], link: Link) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 150
+WIDTH = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,7 +193,8 @@ def start_ranks(module: str, argv: Sequence[str], size: int, timeout_s: float) -
         for rank, (process, log) in enumerate(zip(processes, logs, strict=True)):
             if process.returncode != 0 and log is not None:
                 log.seek(0)
-                print(f"--- rank {rank} ---\n{log.read()}", file=sys.stderr)
+                text = log.read()
+                print(f"--- rank {rank} ---\n{text}" if text else "", end="", file=sys.stderr)
     return code
 
 

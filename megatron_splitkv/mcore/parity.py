@@ -260,7 +260,7 @@ def _build_model(
         num_layers=NUM_LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS,
         num_query_groups=KV_HEADS, kv_channels=HEAD_DIM, attention_dropout=0.0,
         hidden_dropout=0.0, use_cpu_initialization=True, normalization="RMSNorm",
-        masked_softmax_fusion=False, params_dtype=torch.float32, bf16=dtype == torch.bfloat16,
+        masked_softmax_fusion=False, params_dtype=dtype, bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True, context_parallel_size=groups.cp.size(),
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
