@@ -11,6 +11,7 @@
 // BackwardWriter, by way of shared memory.
 #pragma once
 
+#include "cuda/sm90/backward_boxes.cuh"
 #include "cuda/sm90/backward_traits.cuh"
 
 namespace splitkv::sm90 {
@@ -24,7 +25,6 @@ struct BackwardConsumer {
     static constexpr int kRowSteps = Traits::kRows / kStepK;
     static constexpr int kDqRegisters = Traits::kDqColumns / 2;
     static constexpr bool kHasRegisters = Traits::kRows == 64;  // to load lse early
-    static constexpr int kBoxRegisters = kBoxColumns / 2;
     static constexpr int kDsBarrier = 1;  // named barrier; 0 is __syncthreads
     static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
 
@@ -59,10 +59,8 @@ struct BackwardConsumer {
             ptx::smem_address(smem.k) + column_chunk * Traits::kKeys * kRowBytes, Traits::kKeys));
     }
 
-    SPLITKV_DEVICE int warp() const {
-        return static_cast<int>(threadIdx.x % kWarpgroupThreads) / 32;
-    }
-    SPLITKV_DEVICE int lane() const { return static_cast<int>(threadIdx.x) % 32; }
+    static SPLITKV_DEVICE int warp() { return warp_of_warpgroup(); }
+    static SPLITKV_DEVICE int lane() { return lane_of_warp(); }
 
     // Reads what consumers need of the next item, uniform over the warp; false at the end.
     SPLITKV_DEVICE bool next_work(KvTileWork* work) {
@@ -319,29 +317,18 @@ struct BackwardConsumer {
     SPLITKV_DEVICE void wait_piece_empty(int piece, uint32_t parity) const {
         ptx::mbarrier_wait(smem.piece_barriers[consumer].empty_address(piece), parity);
     }
-
-    SPLITKV_DEVICE void hand_over(uint32_t barrier) const {
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
-    }
-
-    // 32 columns of an accumulator [64 rows, columns], scaled, to a box with the 128-byte swizzle.
-    SPLITKV_DEVICE void store_box(const float* acc, float factor, uint32_t box) const {
-        const int row = warp() * 16 + lane() / 4;
-#pragma unroll
-        for (int group = 0; group < kBoxRegisters / 4; ++group) {
-            const int unit = group * 2 + lane() % 4 / 2;  // of 4 columns, 16 bytes
-            const uint32_t target =
-                box + row * kRowBytes + ((unit ^ (row % 8)) << 4) + lane() % 2 * 8;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                ptx::st_shared_v2_f32(target + half * 8 * kRowBytes,
-                                      acc[4 * group + 2 * half] * factor,
-                                      acc[4 * group + 2 * half + 1] * factor);
-            }
-        }
-    }
 };
+
+// What a consumer warpgroup does in the kernel.
+template <typename Element, int kDimQk, int kDimV>
+SPLITKV_DEVICE void consume_backward(const BackwardKernelParams& params,
+                                     BackwardSmem<BackwardTraits<Element, kDimQk, kDimV>>& smem,
+                                     int index) {
+    using Traits = BackwardTraits<Element, kDimQk, kDimV>;
+    ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
+    BackwardConsumer<Traits> consumer(params, smem, index);
+    KvTileWork work;
+    while (consumer.next_work(&work)) consumer.run(work);
+}
 
 }  // namespace splitkv::sm90

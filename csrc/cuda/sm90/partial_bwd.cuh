@@ -16,18 +16,11 @@
 #include "cuda/launch.h"
 #include "cuda/sm90/backward_producer.cuh"
 #include "cuda/sm90/mainloop_bwd.cuh"
+#include "cuda/sm90/mainloop_bwd_wide.cuh"
 #include "cuda/sm90/partial_bwd.h"
 #include "cuda/tensor_map.h"
 
 namespace splitkv::sm90 {
-
-template <typename Traits>
-SPLITKV_DEVICE void consume_backward(const BackwardKernelParams& params, BackwardSmem<Traits>& smem,
-                                     int index) {
-    BackwardConsumer<Traits> consumer(params, smem, index);
-    KvTileWork work;
-    while (consumer.next_work(&work)) consumer.run(work);
-}
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
@@ -37,18 +30,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (ptx::smem_address(aligned_smem) % kSwizzleBytes != 0) __trap();
     auto& smem = *reinterpret_cast<BackwardSmem<Traits>*>(aligned_smem);
     const int warpgroup = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
-    constexpr int kWarpsPerWarpgroup = kWarpgroupThreads / 32;
     if (threadIdx.x == 0) {
-        constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
-        smem.work_barriers.init(kConsumerWarps + kWriters);
-        smem.k_barriers.init(kConsumerWarps);
-        smem.v_barriers.init(kConsumerWarps);
-        smem.q_barriers.init(kConsumerWarps);
-        smem.dout_barriers.init(kConsumerWarps);
-        for (int i = 0; i < Traits::kConsumers; ++i) {
-            smem.dq_barriers[i].init(kWarpsPerWarpgroup, 1);
-            smem.piece_barriers[i].init(kWarpsPerWarpgroup, 1);
-        }
+        smem.init_barriers();
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
@@ -62,8 +45,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
             BackwardWriter<Traits>(params, smem, 1).run();
         }
     } else {
-        ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
-        consume_backward<Traits>(params, smem, warpgroup - 1);
+        consume_backward(params, smem, warpgroup - 1);
     }
 }
 

@@ -198,6 +198,17 @@ SPLITKV_DEVICE uint32_t cvt_rn_x2(float low, float high) {
     return packed;
 }
 
+// The reverse.
+template <typename Element>
+SPLITKV_DEVICE float2 cvt_f32_x2(uint32_t packed) {
+    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+        // bf16 is the upper half of fp32.
+        return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+    } else {
+        return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+    }
+}
+
 // A store that never happens, as x <= limit, but that ptxas cannot drop: what x depends on is
 // computed before the volatile asm that follows, such as wgmma_wait_group.
 SPLITKV_DEVICE void st_shared_if_above(uint32_t target, float x, float limit) {
@@ -256,13 +267,17 @@ SPLITKV_DEVICE void pin(float (&d)[kRegisters]) {
     for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The same for an address: what is computed from it in a loop is not kept over the loop.
+SPLITKV_DEVICE void pin(uint32_t& x) { asm volatile("" : "+r"(x)::"memory"); }
+
 // d[64, N] (+)= a[64, 16] b[16, N] for one warpgroup, N = 2 * the registers of d, fp32 sums.
 // a comes from shared memory (ss) or registers (rs), b from shared memory. kTransA and kTransB say
 // that the operand is stored with M or N contiguous. Descriptors: see descriptor.cuh.
 // With accumulate = 0 the old d is ignored.
-#define SPLITKV_REGS_32                                                    \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
-    ", "                                                                   \
+#define SPLITKV_REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SPLITKV_REGS_32 \
+    SPLITKV_REGS_16     \
+    ", "                \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SPLITKV_REGS_40 \
     SPLITKV_REGS_32     \
@@ -297,8 +312,8 @@ SPLITKV_DEVICE void pin(float (&d)[kRegisters]) {
 #define SPLITKV_ACC_8(d, i)                                                                     \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
-#define SPLITKV_ACC_32(d, i) \
-    SPLITKV_ACC_8(d, i), SPLITKV_ACC_8(d, i + 8), SPLITKV_ACC_8(d, i + 16), SPLITKV_ACC_8(d, i + 24)
+#define SPLITKV_ACC_16(d, i) SPLITKV_ACC_8(d, i), SPLITKV_ACC_8(d, i + 8)
+#define SPLITKV_ACC_32(d, i) SPLITKV_ACC_16(d, i), SPLITKV_ACC_16(d, i + 16)
 #define SPLITKV_ACC_40(d, i) SPLITKV_ACC_32(d, i), SPLITKV_ACC_8(d, i + 32)
 #define SPLITKV_ACC_48(d, i) SPLITKV_ACC_40(d, i), SPLITKV_ACC_8(d, i + 40)
 #define SPLITKV_ACC_64(d, i) SPLITKV_ACC_32(d, i), SPLITKV_ACC_32(d, i + 32)
@@ -345,6 +360,7 @@ SPLITKV_DEVICE void pin(float (&d)[kRegisters]) {
         }                                                                                 \
     }
 
+SPLITKV_DEFINE_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 SPLITKV_DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 SPLITKV_DEFINE_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
 SPLITKV_DEFINE_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)

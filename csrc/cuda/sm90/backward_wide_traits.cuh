@@ -1,0 +1,119 @@
+// Types, sizes and shared memory of the backward kernel for wide head dims.
+#pragma once
+
+#include "cuda/sm90/backward_traits.cuh"
+
+namespace splitkv::sm90 {
+
+template <typename ElementType, int kDimQk, int kDimV>
+struct BackwardWideTraits {
+    using Element = ElementType;  // of q, k, v and dout; 16 bits
+    static constexpr int kHeadDimQk = kDimQk;
+    static constexpr int kHeadDimV = kDimV;
+    static constexpr BackwardTile kTile = backward_tile(kDimQk, kDimV);
+    static constexpr int kRows = kTile.rows;
+    static constexpr int kKeys = kTile.keys;
+    static constexpr int kConsumers = kTile.consumers;  // beside the one that computes scores
+    static constexpr int kStages = kTile.q_stages;
+    static constexpr int kDoutStages = kTile.dout_stages;
+    static constexpr int kThreads = (kConsumers + 2) * kWarpgroupThreads;
+    static constexpr int kQkChunks = kDimQk / kChunkColumns;
+    static constexpr int kVChunks = kDimV / kChunkColumns;
+    static constexpr int kQBytes = kRows * kDimQk * 2;
+    static constexpr int kDoutBytes = kRows * kDimV * 2;
+    static constexpr int kKBytes = kKeys * kDimQk * 2;
+    static constexpr int kVBytes = kKeys * kDimV * 2;
+    static constexpr int kStatisticsBytes = kRows * 2 * 4;
+    static constexpr int kLimitsBytes = kRows * 2 * 4;
+    // Scores are computed, and handed over, in blocks of 64 keys: [64 rows, 64 keys].
+    static constexpr int kKeyBlocks = kKeys / kChunkColumns;
+    static constexpr int kBlockBytes = kRows * kChunkColumns * 2;
+    static constexpr int kPSlots = 2;
+    static constexpr int kDsSlots = 2 * kKeyBlocks;  // of two steps
+    // dk and dv: a consumer owns a block of keys, or half of the columns of the only block.
+    static constexpr bool kSplitsKeys = kKeyBlocks == kConsumers;
+    static constexpr int kDkColumns = kSplitsKeys ? kDimQk : kDimQk / kConsumers;
+    static constexpr int kDvColumns = kSplitsKeys ? kDimV : kDimV / kConsumers;
+    // dq: half of the columns of all rows. All gradients of a consumer leave in pieces, as wide as
+    // one product of dq, by way of one buffer.
+    static constexpr bool kSplitsDqRows = false;
+    static constexpr int kDqColumns = kDimQk / kConsumers;
+    static constexpr int kPieceColumns =
+        kDqColumns % kChunkColumns == 0 ? kChunkColumns : kBoxColumns;
+    static constexpr int kDqPieces = kDqColumns / kPieceColumns;
+    static constexpr int kDqSlots = kWriters * kDqPieces;
+    static constexpr int kDqBoxes = kPieceColumns / kBoxColumns;  // of one piece
+    static constexpr int kPieceBytes = kDqBoxes * kBoxBytes;
+    static constexpr int kDvPieces = kDvColumns / kPieceColumns;
+    static constexpr int kPieces = kDvPieces + kDkColumns / kPieceColumns;
+    static constexpr bool kHasOneBuffer = true;
+    // 512 for one thread of each warpgroup.
+    static constexpr bool kKeepsP = false;  // in fp32, until ds is computed
+    static constexpr int kProducerRegisters = kSplitsKeys ? 24 : 40;
+    static constexpr int kScoreRegisters = kSplitsKeys ? 72 : 88;
+    static constexpr int kConsumerRegisters = kSplitsKeys ? 208 : 192;
+
+    static_assert(kTile.keys > 0 && kTile.is_wide, "no such tile is listed for these head dims");
+    static_assert(kConsumers == 2 && kRows == kWarpgroupRows, "work is divided among two");
+    static_assert(kSplitsKeys || kKeyBlocks == 1, "keys or columns go to the consumers");
+    static_assert(kPSlots % kKeyBlocks == 0, "a step begins at slot 0 or takes one slot");
+    static_assert((kDkColumns % kChunkColumns == 0 && kDvColumns % kChunkColumns == 0),
+                  "a consumer's dk and dv take whole chunks of q and dout");
+    static_assert(kDqPieces > 1 && kDqPieces * kPieceColumns == kDqColumns,
+                  "dq is computed in equal pieces");
+    static_assert(kProducerRegisters + kScoreRegisters + kConsumers * kConsumerRegisters <= 512,
+                  "an SM has 65536 registers");
+};
+
+template <typename Element, int kDimQk, int kDimV>
+struct BackwardSmem<BackwardWideTraits<Element, kDimQk, kDimV>> {
+    using Traits = BackwardWideTraits<Element, kDimQk, kDimV>;
+    alignas(kSwizzleBytes) uint8_t k[Traits::kKBytes];
+    alignas(kSwizzleBytes) uint8_t v[Traits::kVBytes];
+    alignas(kSwizzleBytes) uint8_t q[Traits::kStages][Traits::kQBytes];
+    alignas(kSwizzleBytes) uint8_t dout[Traits::kDoutStages][Traits::kDoutBytes];
+    alignas(kSwizzleBytes) uint8_t p[Traits::kPSlots][Traits::kBlockBytes];
+    alignas(kSwizzleBytes) uint8_t ds[Traits::kDsSlots][Traits::kBlockBytes];
+    alignas(kSwizzleBytes) uint8_t dq[Traits::kConsumers][Traits::kPieceBytes];
+    alignas(16) float statistics[Traits::kStages][2][Traits::kRows];
+    alignas(16) int32_t limits[Traits::kStages][Traits::kRows][2];
+    int32_t is_masked[Traits::kStages];
+    KvTileWork work[kBackwardItemSlots];
+    RingBarriers<kBackwardItemSlots> work_barriers;
+    RingBarriers<1> k_barriers;
+    RingBarriers<1> v_barriers;
+    RingBarriers<Traits::kStages> q_barriers;
+    RingBarriers<Traits::kDoutStages> dout_barriers;
+    RingBarriers<Traits::kPSlots> p_barriers;
+    RingBarriers<Traits::kDsSlots> ds_barriers;
+    // One buffer, but a barrier for each piece, as two writers take the steps in turn.
+    RingBarriers<Traits::kDqSlots> dq_barriers[Traits::kConsumers];
+    RingBarriers<Traits::kPieces> piece_barriers[Traits::kConsumers];
+
+    SPLITKV_DEVICE void init_barriers() {
+        constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
+        constexpr int kAllWarps = kConsumerWarps + kWarpsPerWarpgroup;
+        work_barriers.init(kAllWarps + kWriters);
+        k_barriers.init(kAllWarps);
+        v_barriers.init(kWarpsPerWarpgroup);
+        q_barriers.init(kAllWarps);
+        dout_barriers.init(kAllWarps);
+        p_barriers.init(kWarpsPerWarpgroup,
+                        Traits::kSplitsKeys ? kWarpsPerWarpgroup : kConsumerWarps);
+        ds_barriers.init(kWarpsPerWarpgroup, kConsumerWarps);
+        for (int i = 0; i < Traits::kConsumers; ++i) {
+            dq_barriers[i].init(kWarpsPerWarpgroup, 1);
+            piece_barriers[i].init(kWarpsPerWarpgroup, 1);
+        }
+    }
+};
+
+// Where a box of 32 columns of a piece of dv or dk is staged.
+template <typename Element, int kDimQk, int kDimV>
+SPLITKV_DEVICE uint32_t
+piece_box_address(const BackwardSmem<BackwardWideTraits<Element, kDimQk, kDimV>>& smem,
+                  int consumer, int /*piece*/, int box) {
+    return ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes;
+}
+
+}  // namespace splitkv::sm90
