@@ -273,7 +273,8 @@ struct BackwardWriter {
         for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
             ptx::mbarrier_wait(smem.piece_barriers[consumer].full_address(piece), piece_parity);
             const int row = Traits::kSplitsKeys ? consumer * kWarpgroupRows : 0;
-            const int column = first_column + (Traits::kSplitsKeys ? 0 : consumer * consumer_columns);
+            const int column =
+                first_column + (Traits::kSplitsKeys ? 0 : consumer * consumer_columns);
 #pragma unroll
             for (int box = 0; box < Traits::kPieceColumns / kBoxColumns; ++box) {
                 ptx::cp_reduce_async_bulk_tensor_3d_add(

@@ -15,7 +15,6 @@ namespace splitkv::sm90 {
 
 inline constexpr int kBackwardItemSlots = 2;  // the loader is at most one item ahead
 inline constexpr int kWriters = 2;
-inline constexpr int kWarpsPerWarpgroup = kWarpgroupThreads / 32;
 inline constexpr int kBoxColumns = 32;                        // fp32 columns of a 128-byte row
 inline constexpr int kBoxBytes = kWarpgroupRows * kRowBytes;  // [64 rows, 32 columns]
 
@@ -69,7 +68,7 @@ struct BackwardTraits {
     static constexpr int kConsumers = kTile.consumers;
     static constexpr int kStages = kTile.q_stages;
     static constexpr int kDoutStages = kTile.dout_stages;
-    static constexpr int kDsStages = 2;  // one barrier per step suffices
+    static constexpr int kDsStages = kStages;
     static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
     static constexpr int kQkChunks = kDimQk / kChunkColumns;
     static constexpr int kVChunks = kDimV / kChunkColumns;
@@ -103,7 +102,8 @@ struct BackwardTraits {
     static constexpr int kConsumerRegisters = 232;
 
     static_assert(kTile.keys > 0 && !kTile.is_wide, "no such tile is listed for these head dims");
-    static_assert(kDoutStages == kStages, "q and dout take the same steps");
+    static_assert(kStages == kWriters && kDoutStages == kStages,
+                  "one cursor for all that a step passes through");
     static_assert(kKeys == kConsumers * kWarpgroupRows, "each consumer owns 64 keys");
     static_assert(kSplitsDqRows || kRows == kWarpgroupRows,
                   "the rows of dq go to the consumers, or all to each of them");
@@ -136,18 +136,22 @@ struct BackwardSmem {
     RingBarriers<Traits::kStages> dout_barriers;
     // One buffer, but two barriers, as two writers take the steps in turn.
     RingBarriers<Traits::kDqSlots> dq_barriers[Traits::kConsumers];
+    RingBarriers<Traits::kStages> ds_barriers;  // all consumers write, and all read
     RingBarriers<Traits::kPieces> piece_barriers[Traits::kConsumers];
 
+    // Each thread arrives for itself: as fast as one for its warp, and its own reads and writes
+    // come before its arrival without further proof.
     SPLITKV_DEVICE void init_barriers() {
-        constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
-        work_barriers.init(kConsumerWarps + kWriters);
-        k_barriers.init(kConsumerWarps);
-        v_barriers.init(kConsumerWarps);
-        q_barriers.init(kConsumerWarps);
-        dout_barriers.init(kConsumerWarps);
+        constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
+        work_barriers.init(kConsumerThreads + kWriters);
+        k_barriers.init(kConsumerThreads);
+        v_barriers.init(kConsumerThreads);
+        q_barriers.init(kConsumerThreads);
+        dout_barriers.init(kConsumerThreads);
+        ds_barriers.init(kConsumerThreads, kConsumerThreads);
         for (int i = 0; i < Traits::kConsumers; ++i) {
-            dq_barriers[i].init(kWarpsPerWarpgroup, 1);
-            piece_barriers[i].init(kWarpsPerWarpgroup, 1);
+            dq_barriers[i].init(kWarpgroupThreads, 1);
+            piece_barriers[i].init(kWarpgroupThreads, 1);
         }
     }
 };

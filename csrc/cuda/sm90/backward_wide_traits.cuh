@@ -47,11 +47,12 @@ struct BackwardWideTraits {
     static constexpr int kDvPieces = kDvColumns / kPieceColumns;
     static constexpr int kPieces = kDvPieces + kDkColumns / kPieceColumns;
     static constexpr bool kHasOneBuffer = true;
-    // 512 for one thread of each warpgroup.
-    static constexpr bool kKeepsP = false;  // in fp32, until ds is computed
-    static constexpr int kProducerRegisters = kSplitsKeys ? 24 : 40;
-    static constexpr int kScoreRegisters = kSplitsKeys ? 72 : 88;
-    static constexpr int kConsumerRegisters = kSplitsKeys ? 208 : 192;
+    // 512 for one thread of each warpgroup. Where a consumer leaves fewer, ds is computed from p in
+    // 16 bits, read back from its slot.
+    static constexpr bool kKeepsP = !kSplitsKeys;
+    static constexpr int kProducerRegisters = 32;
+    static constexpr int kScoreRegisters = kKeepsP ? 96 : 64;
+    static constexpr int kConsumerRegisters = kKeepsP ? 192 : 208;
 
     static_assert(kTile.keys > 0 && kTile.is_wide, "no such tile is listed for these head dims");
     static_assert(kConsumers == 2 && kRows == kWarpgroupRows, "work is divided among two");
@@ -90,20 +91,21 @@ struct BackwardSmem<BackwardWideTraits<Element, kDimQk, kDimV>> {
     RingBarriers<Traits::kDqSlots> dq_barriers[Traits::kConsumers];
     RingBarriers<Traits::kPieces> piece_barriers[Traits::kConsumers];
 
+    // Each thread arrives for itself.
     SPLITKV_DEVICE void init_barriers() {
-        constexpr int kConsumerWarps = Traits::kConsumers * kWarpsPerWarpgroup;
-        constexpr int kAllWarps = kConsumerWarps + kWarpsPerWarpgroup;
-        work_barriers.init(kAllWarps + kWriters);
-        k_barriers.init(kAllWarps);
-        v_barriers.init(kWarpsPerWarpgroup);
-        q_barriers.init(kAllWarps);
-        dout_barriers.init(kAllWarps);
-        p_barriers.init(kWarpsPerWarpgroup,
-                        Traits::kSplitsKeys ? kWarpsPerWarpgroup : kConsumerWarps);
-        ds_barriers.init(kWarpsPerWarpgroup, kConsumerWarps);
+        constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
+        constexpr int kAllThreads = kConsumerThreads + kWarpgroupThreads;
+        work_barriers.init(kAllThreads + kWriters);
+        k_barriers.init(kAllThreads);
+        v_barriers.init(kWarpgroupThreads);
+        q_barriers.init(kAllThreads);
+        dout_barriers.init(kAllThreads);
+        p_barriers.init(kWarpgroupThreads,
+                        Traits::kSplitsKeys ? kWarpgroupThreads : kConsumerThreads);
+        ds_barriers.init(kWarpgroupThreads, kConsumerThreads);
         for (int i = 0; i < Traits::kConsumers; ++i) {
-            dq_barriers[i].init(kWarpsPerWarpgroup, 1);
-            piece_barriers[i].init(kWarpsPerWarpgroup, 1);
+            dq_barriers[i].init(kWarpgroupThreads, 1);
+            piece_barriers[i].init(kWarpgroupThreads, 1);
         }
     }
 };

@@ -7,12 +7,13 @@
 //   consumers         dv += p^T . dout, dk += ds^T . q           [keys, columns]
 //                     dq = ds . k                                [rows, half of the columns]
 //
-// (192, 128): the tile has two blocks, each consumer holds dk and dv of one. (256, 256): the tile is
-// one block, each consumer holds half of the columns. All operands come from shared memory, p and ds
-// either way round: rows of 64 keys are a K-major left operand and, transposed, an MN-major one.
+// (192, 128): the tile has two blocks, each consumer holds dk and dv of one. (256, 256): the tile
+// is one block, each consumer holds half of the columns. All operands come from shared memory, p
+// and ds either way round: rows of 64 keys are a K-major left operand and, transposed, an MN-major
+// one.
 //
-// No barrier holds the warpgroups together: scores are computed ahead of the gradients by as much as
-// the slots of p and ds allow, so the tensor cores have products to do during the exponentials.
+// No barrier holds the warpgroups together: scores are computed ahead of the gradients by as much
+// as the slots of p and ds allow, so the tensor cores have products to do during the exponentials.
 #pragma once
 
 #include "cuda/sm90/backward_boxes.cuh"
@@ -28,7 +29,7 @@ SPLITKV_DEVICE bool take_work(const Smem& smem, RingCursor<kBackwardItemSlots>* 
     const KvTileWork& shared = smem.work[at->stage];
     work->key_begin = uniform(shared.key_begin);
     work->num_steps = uniform(shared.num_steps);
-    smem.work_barriers.release_warp(*at);
+    smem.work_barriers.release(*at);
     at->advance();
     return work->key_begin >= 0;
 }
@@ -72,7 +73,7 @@ struct ScoreWarpgroup {
     using Smem = BackwardSmem<Traits>;
     using Element = typename Traits::Element;
     static constexpr int kRegisters = kChunkColumns / 2;  // of a block
-    static constexpr bool kIssuesTogether = false;
+    static constexpr int kSteps = kChunkColumns / kStepK;
 
     const BackwardKernelParams& params;
     Smem& smem;
@@ -101,15 +102,13 @@ struct ScoreWarpgroup {
                 step<false>();
             }
         }
-        smem.k_barriers.release_warp(at_kv);
-        smem.v_barriers.release_warp(at_kv);
+        smem.k_barriers.release(at_kv);
+        smem.v_barriers.release(at_kv);
         at_kv.advance();
     }
 
     // The first of a thread's two rows; the other is 8 further on.
-    static SPLITKV_DEVICE int first_row() {
-        return warp_of_warpgroup() * 16 + lane_of_warp() / 4;
-    }
+    static SPLITKV_DEVICE int first_row() { return warp_of_warpgroup() * 16 + lane_of_warp() / 4; }
 
     template <bool kIsMasked>
     SPLITKV_DEVICE void step() {
@@ -121,47 +120,50 @@ struct ScoreWarpgroup {
         for (int block = 0; block < Traits::kKeyBlocks; ++block) {
             compute_block<kIsMasked>(block, lse, delta);
         }
-        smem.q_barriers.release_warp(at.q());
-        smem.dout_barriers.release_warp(at.dout());
+        smem.q_barriers.release(at.q());
+        smem.dout_barriers.release(at.dout());
         ++at.step;
     }
 
     template <bool kIsMasked>
     SPLITKV_DEVICE void compute_block(int block, const float (&lse)[2], const float (&delta)[2]) {
         float s[kRegisters];
-        float dp[kRegisters];
         ptx::wgmma_fence();
         issue_s(block, s);
-        if constexpr (kIssuesTogether) {
-            smem.dout_barriers.wait_full(at.dout());
-            ptx::wgmma_fence();
-            issue_dp(block, dp);
-        }
-        ptx::wgmma_wait_group<kIssuesTogether ? 1 : 0>();
+        ptx::wgmma_wait_group<0>();
         ptx::pin(s);
 #pragma unroll
         for (int i = 0; i < kRegisters; ++i) {
             s[i] = ptx::ex2_approx(fmaf(s[i], params.scale_log2, -lse[row_index(i)]));
         }
         if constexpr (kIsMasked) mask(block, s);
-        uint32_t packed[kRegisters / 2];
-        pack(s, packed);
-        if constexpr (!kIssuesTogether) {
-            smem.dout_barriers.wait_full(at.dout());
-            ptx::wgmma_fence();
-            issue_dp(block, dp);
-        }
+        const uint32_t p_target = block_target(smem.p, at.p(block).stage);
         smem.p_barriers.wait_empty(at.p(block));
-        store_block(packed, ptx::smem_address(smem.p) + at.p(block).stage * Traits::kBlockBytes);
+        store_block(s, p_target);
         hand_over(smem.p_barriers.full_address(at.p(block).stage));
+        float dp[kRegisters];
+        smem.dout_barriers.wait_full(at.dout());
+        ptx::wgmma_fence();
+        issue_dp(block, dp);
         ptx::wgmma_wait_group<0>();
         ptx::pin(dp);
-        if constexpr (!Traits::kKeepsP) unpack(packed, s);
 #pragma unroll
-        for (int i = 0; i < kRegisters; ++i) dp[i] = s[i] * (dp[i] - delta[row_index(i)]);
-        pack(dp, packed);
+        for (int k = 0; k < kSteps; ++k) {
+            float p[8];
+            if constexpr (Traits::kKeepsP) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) p[i] = s[8 * k + i];
+            } else {
+                load_step(p_target, k, p);
+            }
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                float& value = dp[8 * k + i];
+                value = p[i] * (value - delta[row_index(i)]);
+            }
+        }
         smem.ds_barriers.wait_empty(at.ds(block));
-        store_block(packed, ptx::smem_address(smem.ds) + at.ds(block).stage * Traits::kBlockBytes);
+        store_block(dp, block_target(smem.ds, at.ds(block).stage));
         hand_over(smem.ds_barriers.full_address(at.ds(block).stage));
     }
 
@@ -202,8 +204,8 @@ struct ScoreWarpgroup {
     }
 
     SPLITKV_DEVICE void issue_dp(int block, float (&dp)[kRegisters]) const {
-        const uint32_t dout_low =
-            uniform(k_major_low(ptx::smem_address(smem.dout) + at.dout().stage * Traits::kDoutBytes));
+        const uint32_t dout_low = uniform(
+            k_major_low(ptx::smem_address(smem.dout) + at.dout().stage * Traits::kDoutBytes));
         const uint32_t v_low =
             uniform(k_major_low(ptx::smem_address(smem.v) + block * kChunkColumns * kRowBytes));
 #pragma unroll
@@ -214,36 +216,39 @@ struct ScoreWarpgroup {
         ptx::wgmma_commit_group();
     }
 
-    static SPLITKV_DEVICE void pack(const float (&values)[kRegisters],
-                                    uint32_t (&packed)[kRegisters / 2]) {
-#pragma unroll
-        for (int i = 0; i < kRegisters / 2; ++i) {
-            packed[i] = ptx::cvt_rn_x2<Element>(values[2 * i], values[2 * i + 1]);
-        }
-    }
-
-    static SPLITKV_DEVICE void unpack(const uint32_t (&packed)[kRegisters / 2],
-                                      float (&values)[kRegisters]) {
-#pragma unroll
-        for (int i = 0; i < kRegisters / 2; ++i) {
-            const float2 pair = ptx::cvt_f32_x2<Element>(packed[i]);
-            values[2 * i] = pair.x;
-            values[2 * i + 1] = pair.y;
-        }
-    }
-
-    // A packed accumulator to shared memory as [rows, 64 keys], with the 128-byte swizzle.
-    SPLITKV_DEVICE void store_block(const uint32_t (&packed)[kRegisters / 2],
-                                    uint32_t target) const {
-        // Of the four 8x8 matrices of a store, this lane gives the address of one row of one.
+    // Where this lane's row of the first of four 8x8 matrices lies in a slot, that of a step of 16
+    // keys: of [rows, 64 keys] with the 128-byte swizzle.
+    template <int kSlots>
+    static SPLITKV_DEVICE uint32_t block_target(const uint8_t (&slots)[kSlots][Traits::kBlockBytes],
+                                                int slot) {
         const int lane = lane_of_warp();
         const int row = warp_of_warpgroup() * 16 + lane / 8 % 2 * 8 + lane % 8;
         const int unit = lane / 16 ^ lane % 8;  // of 8 keys, 16 bytes
-        const uint32_t first = target + row * kRowBytes + (unit << 4);
+        return ptx::smem_address(slots) + slot * Traits::kBlockBytes + row * kRowBytes + unit * 16;
+    }
+
+    // An accumulator to a slot, in 16 bits.
+    static SPLITKV_DEVICE void store_block(const float (&acc)[kRegisters], uint32_t target) {
 #pragma unroll
-        for (int k = 0; k < kChunkColumns / kStepK; ++k) {
-            const uint32_t(&step)[4] = reinterpret_cast<const uint32_t(&)[4]>(packed[4 * k]);
-            ptx::stmatrix_x4(first ^ (k * kStepK * 2), step);
+        for (int k = 0; k < kSteps; ++k) {
+            uint32_t packed[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                packed[i] = ptx::cvt_rn_x2<Element>(acc[8 * k + 2 * i], acc[8 * k + 2 * i + 1]);
+            }
+            ptx::stmatrix_x4(target ^ (k * kStepK * 2), packed);
+        }
+    }
+
+    // What store_block has stored of a step of 16 keys. Its lanes have met since, in wgmma.
+    static SPLITKV_DEVICE void load_step(uint32_t target, int k, float (&values)[8]) {
+        uint32_t packed[4];
+        ptx::ldmatrix_x4(target ^ (k * kStepK * 2), packed);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 pair = ptx::cvt_f32_x2<Element>(packed[i]);
+            values[2 * i] = pair.x;
+            values[2 * i + 1] = pair.y;
         }
     }
 };
@@ -255,7 +260,6 @@ struct GradientWarpgroup {
     using Element = typename Traits::Element;
     static constexpr int kRowSteps = Traits::kRows / kStepK;
     static constexpr int kPieceRegisters = Traits::kPieceColumns / 2;
-    static constexpr bool kDkFirst = true;
 
     const BackwardKernelParams& params;
     Smem& smem;
@@ -285,7 +289,7 @@ struct GradientWarpgroup {
         for (int i = 0; i < Traits::kDvColumns / 2; ++i) dv[i] = 0.0f;
         smem.k_barriers.wait_full(at_k);
         for (int i = 0; i < work.num_steps; ++i) step();
-        smem.k_barriers.release_warp(at_k);
+        smem.k_barriers.release(at_k);
         stage_pieces();
         at_k.advance();
     }
@@ -298,12 +302,12 @@ struct GradientWarpgroup {
         issue_dv();
         smem.ds_barriers.wait_full(at.ds(block()));
         smem.q_barriers.wait_full(at.q());
-        if constexpr (kDkFirst) {
-            ptx::wgmma_fence();
-            issue_dk();
-            ptx::wgmma_wait_group<1>();
-            release_dv();
-        }
+        ptx::wgmma_fence();
+        issue_dk();
+        ptx::wgmma_wait_group<1>();
+        ptx::pin(dv);
+        smem.p_barriers.release(at.p(block()));
+        smem.dout_barriers.release(at.dout());
 #pragma unroll
         for (int other = 0; other < Traits::kKeyBlocks; ++other) {
             smem.ds_barriers.wait_full(at.ds(other));
@@ -312,33 +316,23 @@ struct GradientWarpgroup {
         ++at.step;
     }
 
-    SPLITKV_DEVICE void release_dv() {
-        ptx::pin(dv);
-        smem.p_barriers.release_warp(at.p(block()));
-        smem.dout_barriers.release_warp(at.dout());
-    }
-
+    // One piece after the other: there are registers for one.
     template <int kPiece>
     SPLITKV_DEVICE void compute_dq() {
         float dq[kPieceRegisters];
         ptx::wgmma_fence();
         issue_dq(kPiece, dq);
-        if constexpr (kPiece == 0 && !kDkFirst) {
-            issue_dk();
-            ptx::wgmma_wait_group<2>();
-            release_dv();
-        }
-        if constexpr (kPiece == (kDkFirst ? 0 : 1)) {
+        if constexpr (kPiece == 0) {
             ptx::wgmma_wait_group<1>();
             ptx::pin(dk);
-            smem.q_barriers.release_warp(at.q());
+            smem.q_barriers.release(at.q());
         }
-        ptx::wgmma_wait_group<kPiece == 0 && !kDkFirst ? 1 : 0>();
+        ptx::wgmma_wait_group<0>();
         ptx::pin(dq);
         if constexpr (kPiece + 1 == Traits::kDqPieces) {
 #pragma unroll
             for (int i = 0; i < Traits::kKeyBlocks; ++i) {
-                smem.ds_barriers.release_warp(at.ds(i));
+                smem.ds_barriers.release(at.ds(i));
             }
         }
         smem.dq_barriers[consumer].wait_empty_of(at.before_dq(kPiece));
@@ -349,13 +343,12 @@ struct GradientWarpgroup {
     }
 
     SPLITKV_DEVICE void issue_dv() {
-        const uint32_t p_low = uniform(
-            mn_major_low(ptx::smem_address(smem.p) + at.p(block()).stage * Traits::kBlockBytes,
-                         Traits::kRows));
-        const uint32_t dout_low =
-            uniform(mn_major_low(ptx::smem_address(smem.dout) +
-                                     at.dout().stage * Traits::kDoutBytes + columns(Traits::kDvColumns),
-                                 Traits::kRows));
+        const uint32_t p_low = uniform(mn_major_low(
+            ptx::smem_address(smem.p) + at.p(block()).stage * Traits::kBlockBytes, Traits::kRows));
+        const uint32_t dout_low = uniform(mn_major_low(ptx::smem_address(smem.dout) +
+                                                           at.dout().stage * Traits::kDoutBytes +
+                                                           columns(Traits::kDvColumns),
+                                                       Traits::kRows));
 #pragma unroll
         for (int k = 0; k < kRowSteps; ++k) {
             ptx::wgmma_ss<Element, 1, 1>(dv, descriptor(p_low + mn_major_step(k)),
@@ -382,18 +375,17 @@ struct GradientWarpgroup {
 
     // Where the consumer's columns of a row tile begin, in bytes.
     SPLITKV_DEVICE int columns(int num_columns) const {
-        return Traits::kSplitsKeys ? 0
-                                   : consumer * (num_columns / kChunkColumns) * Traits::kRows *
-                                         kRowBytes;
+        return Traits::kSplitsKeys
+                   ? 0
+                   : consumer * (num_columns / kChunkColumns) * Traits::kRows * kRowBytes;
     }
 
     SPLITKV_DEVICE void issue_dq(int piece, float (&dq)[kPieceRegisters]) const {
         const int column = consumer * Traits::kDqColumns + piece * Traits::kPieceColumns;
-        const uint32_t k_low = uniform(
-            mn_major_low(ptx::smem_address(smem.k) +
-                             column / kChunkColumns * Traits::kKeys * kRowBytes +
-                             column % kChunkColumns * 2,
-                         Traits::kKeys));
+        const uint32_t k_low = uniform(mn_major_low(
+            ptx::smem_address(smem.k) + column / kChunkColumns * Traits::kKeys * kRowBytes +
+                column % kChunkColumns * 2,
+            Traits::kKeys));
         const uint32_t ds_low =
             uniform(k_major_low(ptx::smem_address(smem.ds) + at.ds(0).stage * Traits::kBlockBytes));
 #pragma unroll

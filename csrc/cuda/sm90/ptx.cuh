@@ -170,6 +170,13 @@ SPLITKV_DEVICE void red_release_gpu_add(int32_t* target, int32_t value) {
 
 // ---- registers and scalars ----
 
+// %laneid, 10.3, anew at each call: nothing that depends on it is kept in a register over a loop.
+SPLITKV_DEVICE int laneid() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
 template <int kRegisters>
 SPLITKV_DEVICE void setmaxnreg_inc() {  // 9.7.19.5
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -233,6 +240,14 @@ SPLITKV_DEVICE void stmatrix_x4(uint32_t target, const uint32_t (&r)[4]) {
                  : "memory");
 }
 
+// The reverse of stmatrix_x4, 9.7.14.5.15.
+SPLITKV_DEVICE void ldmatrix_x4(uint32_t source, uint32_t (&r)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(source)
+                 : "memory");
+}
+
 SPLITKV_DEVICE void stmatrix_x4_trans(uint32_t target, const uint32_t (&r)[4]) {
     asm volatile(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(target),
@@ -266,9 +281,6 @@ SPLITKV_DEVICE void pin(float (&d)[kRegisters]) {
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
-
-// The same for an address: what is computed from it in a loop is not kept over the loop.
-SPLITKV_DEVICE void pin(uint32_t& x) { asm volatile("" : "+r"(x)::"memory"); }
 
 // d[64, N] (+)= a[64, 16] b[16, N] for one warpgroup, N = 2 * the registers of d, fp32 sums.
 // a comes from shared memory (ss) or registers (rs), b from shared memory. kTransA and kTransB say
