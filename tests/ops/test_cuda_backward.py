@@ -51,10 +51,13 @@ def test_intervals(
     check_backward(case, is_deterministic=is_deterministic)
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("rows", [3, 40, 300, 2000])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (8, 1), (7, 1), (8, 2), (6, 2), (4, 4)])
-def test_heads(heads: tuple[int, int], rows: int) -> None:
-    shape = Shape(rows=rows, keys=1000, heads_q=heads[0], heads_kv=heads[1], dim_qk=128, dim_v=128)
+def test_heads(heads: tuple[int, int], rows: int, dims: tuple[int, int]) -> None:
+    shape = Shape(
+        rows=rows, keys=1000, heads_q=heads[0], heads_kv=heads[1], dim_qk=dims[0], dim_v=dims[1]
+    )
     check_backward(make_backward_case(shape, intervals="causal" if rows < 1000 else "full", seed=1))
 
 

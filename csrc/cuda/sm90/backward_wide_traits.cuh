@@ -118,4 +118,50 @@ piece_box_address(const BackwardSmem<BackwardWideTraits<Element, kDimQk, kDimV>>
     return ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes;
 }
 
+// Reads what a warp needs of the next item, uniform over the warp; false at the end.
+template <typename Smem>
+SPLITKV_DEVICE bool take_work(const Smem& smem, RingCursor<kBackwardItemSlots>* at,
+                              KvTileWork* work) {
+    smem.work_barriers.wait_full(*at);
+    const KvTileWork& shared = smem.work[at->stage];
+    work->key_begin = uniform(shared.key_begin);
+    work->num_steps = uniform(shared.num_steps);
+    smem.work_barriers.release(*at);
+    at->advance();
+    return work->key_begin >= 0;
+}
+
+// The place of number `index` in a ring. One count of steps stands for the cursors of all rings:
+// registers are scarce.
+template <int kNumStages>
+SPLITKV_DEVICE RingCursor<kNumStages> place_of(uint32_t index) {
+    return {static_cast<int>(index % kNumStages), index / kNumStages % 2};
+}
+
+// The places of a step in the rings, the same for all warpgroups; steps are counted over all items.
+template <typename Traits>
+struct StepPlaces {
+    uint32_t step = 0;
+
+    SPLITKV_DEVICE RingCursor<Traits::kStages> q() const { return place_of<Traits::kStages>(step); }
+    SPLITKV_DEVICE RingCursor<Traits::kDoutStages> dout() const {
+        return place_of<Traits::kDoutStages>(step);
+    }
+    SPLITKV_DEVICE RingCursor<Traits::kPSlots> p(int block) const {
+        return place_of<Traits::kPSlots>(step * Traits::kKeyBlocks + block);
+    }
+    SPLITKV_DEVICE RingCursor<Traits::kDsSlots> ds(int block) const {
+        return place_of<Traits::kDsSlots>(step * Traits::kKeyBlocks + block);
+    }
+    SPLITKV_DEVICE RingCursor<Traits::kDqSlots> dq(int piece) const {
+        const RingCursor<kWriters> writer = place_of<kWriters>(step);
+        return {writer.stage * Traits::kDqPieces + piece, writer.parity};
+    }
+    // The piece before, which had the same buffer. The first step waits for none: nobody has
+    // arrived at a barrier of the other parity.
+    SPLITKV_DEVICE RingCursor<Traits::kDqSlots> before_dq(int piece) const {
+        return piece > 0 ? dq(piece - 1) : StepPlaces{step - 1}.dq(Traits::kDqPieces - 1);
+    }
+};
+
 }  // namespace splitkv::sm90
