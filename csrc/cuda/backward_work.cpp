@@ -237,7 +237,10 @@ void emit_items(const std::vector<std::vector<BackwardSegment>>& segments, int64
                 BackwardWork* work) {
     for (size_t kv_tile = 0; kv_tile < segments.size(); ++kv_tile) {
         const int64_t steps = num_steps_of(segments[kv_tile]);
-        if (steps == 0) continue;
+        if (steps == 0) {
+            work->unseen_kv_tiles.push_back(static_cast<int32_t>(kv_tile));
+            continue;
+        }
         const int64_t num_parts = (steps + max_steps - 1) / max_steps;
         BackwardItem item{};
         item.kv_tile = static_cast<int32_t>(kv_tile);
@@ -337,6 +340,7 @@ BackwardWork build_backward_work(const BackwardWorkRequest& request) {
     emit_items(segments, choose_max_steps(request, cut, num_steps), &work);
     shape.num_items = static_cast<int64_t>(work.items.size());
     shape.num_segments = static_cast<int64_t>(work.segments.size());
+    shape.num_unseen_kv_tiles = static_cast<int64_t>(work.unseen_kv_tiles.size());
     if (request.family == Family::kSm80) add_dq_list(request, &work);
     // In deterministic mode the order of KV tiles is that of their turns at dq, and an item must
     // not be handed out before one that it waits for.

@@ -137,6 +137,7 @@ struct BackwardLoader {
 
     // Adds that miss L2 hold up those that hit it. Behind the loads, which are needed sooner.
     SPLITKV_DEVICE void prefetch_gradients(const KvTileWork& work) {
+        if (!params.accumulates) return;
         for (int row = 0; row < Traits::kKeys; row += kWarpgroupRows) {
             prefetch_boxes<Traits::kHeadDimV>(&params.dv, work, row);
             prefetch_boxes<Traits::kHeadDimQk>(&params.dk, work, row);
@@ -277,12 +278,21 @@ struct BackwardWriter {
                 first_column + (Traits::kSplitsKeys ? 0 : consumer * consumer_columns);
 #pragma unroll
             for (int box = 0; box < Traits::kPieceColumns / kBoxColumns; ++box) {
-                ptx::cp_reduce_async_bulk_tensor_3d_add(
-                    map, piece_box_address(smem, consumer, piece, box), column + box * kBoxColumns,
-                    work.kv_head, work.key_begin + row);
+                write_box(work, map, piece_box_address(smem, consumer, piece, box),
+                          column + box * kBoxColumns, work.key_begin + row);
             }
         }
         ptx::cp_async_bulk_commit_group();
+    }
+
+    // The first part of a KV tile overwrites, where dk and dv are not accumulated into.
+    SPLITKV_DEVICE void write_box(const KvTileWork& work, const CUtensorMap* map, uint32_t source,
+                                  int column, int row) {
+        if (params.accumulates || work.part > 0) {
+            ptx::cp_reduce_async_bulk_tensor_3d_add(map, source, column, work.kv_head, row);
+        } else {
+            ptx::cp_async_bulk_tensor_3d_store(map, source, column, work.kv_head, row);
+        }
     }
 
     SPLITKV_DEVICE void release_piece(int piece) {
