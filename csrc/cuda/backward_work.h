@@ -64,6 +64,7 @@ struct BackwardWorkShape {
     int64_t num_row_tiles;
     int64_t num_segments;
     int64_t num_unseen_kv_tiles;
+    int64_t prefetches_dq;     // to L2, as few KV tiles visit a row tile
     int64_t num_splits;        // KV tiles that are split into parts
     int64_t is_head_major;     // order of (item, head): head outermost, else head innermost
     int64_t is_deterministic;  // dq is summed in the order of the KV tiles

@@ -16,14 +16,13 @@ from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     OP_NAMESPACE,
     as_rows,
+    check_attention_inputs,
     check_no_grad,
     check_tensor,
     cpu_launch,
     refusal,
 )
 from megatron_splitkv.ops.work_lists import WorkLists
-
-MAX_HEAD_DIM = 512
 
 _FORWARD = f"{OP_NAMESPACE}::partial_attention"
 _BACKWARD = f"{OP_NAMESPACE}::partial_attention_backward"
@@ -77,7 +76,7 @@ def partial_attention(
             head dims.
     Source: online softmax, Milakov and Gimelshein 2018; tiling, FlashAttention, Dao et al. 2022.
     """
-    _check_attention_inputs(q, k, v, kv_begin, kv_end)
+    check_attention_inputs(q, k, v, kv_begin, kv_end)
     check_no_grad("partial_attention", q=q, k=k, v=v)
     if out_dtype not in INPUT_DTYPES:
         raise ValueError(f"out_dtype={out_dtype} must be float32, bfloat16 or float16")
@@ -145,7 +144,7 @@ def partial_attention_backward(
         UnsupportedError: there is no kernel for the device of q, or on CUDA for its dtype or the
             head dims.
     """
-    _check_attention_inputs(q, k, v, kv_begin, kv_end)
+    check_attention_inputs(q, k, v, kv_begin, kv_end)
     num_rows, num_heads_q, head_dim_qk = q.shape
     num_keys, num_heads_kv, head_dim_v = v.shape
     fp32 = (torch.float32,)
@@ -176,27 +175,6 @@ def partial_attention_backward(
         work=None if on_device is None else on_device.items,
         work_shape=() if on_device is None else on_device.shape,
     )
-
-
-def _check_attention_inputs(
-    q: Tensor, k: Tensor, v: Tensor, kv_begin: Tensor, kv_end: Tensor
-) -> None:
-    device = q.device
-    check_tensor("q", q, shape=(-1, -1, -1), dtypes=INPUT_DTYPES, device=device)
-    num_rows, num_heads_q, head_dim_qk = q.shape
-    check_tensor("k", k, shape=(-1, -1, head_dim_qk), dtypes=(q.dtype,), device=device)
-    num_keys, num_heads_kv, _ = k.shape
-    check_tensor("v", v, shape=(num_keys, num_heads_kv, -1), dtypes=(q.dtype,), device=device)
-    int32 = (torch.int32,)
-    check_tensor("kv_begin", kv_begin, shape=(num_rows,), dtypes=int32, device=device)
-    check_tensor("kv_end", kv_end, shape=(num_rows,), dtypes=int32, device=device)
-    if num_heads_kv == 0 or num_heads_q % num_heads_kv != 0:
-        raise ValueError(
-            f"q has {num_heads_q} heads, needs a multiple of the {num_heads_kv} heads of k and v"
-        )
-    for name, tensor in (("q", q), ("v", v)):
-        if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} has head_dim {tensor.shape[-1]}, needs 1 to {MAX_HEAD_DIM}")
 
 
 def _forward_fake(

@@ -15,7 +15,8 @@ NUM_SMS = 132
 NAMES = (
     "num_rows num_keys num_heads_q num_heads_kv head_dim_qk head_dim_v family dq_heads_per_tile "
     "num_dq_items is_dq_head_major num_dq_merge_rows num_dq_part_rows heads_per_tile num_items "
-    "num_row_tiles num_segments num_unseen_kv_tiles num_splits is_head_major is_deterministic"
+    "num_row_tiles num_segments num_unseen_kv_tiles prefetches_dq num_splits "
+    "is_head_major is_deterministic"
 )
 
 
@@ -149,6 +150,26 @@ def test_long_documents_are_not_split() -> None:
     assert items[:, 3].tolist() == list(range(256, 0, -2)), "dearest first"
     # Two row tiles on the diagonal, then whole ones.
     assert segments[segments[:, 2] == 1, 1].tolist() == [2] * 128
+
+
+def test_uneven_items_take_a_quarter_of_a_share_at_most() -> None:
+    """16 KV tiles with 313 row tiles each and 32 with 157; an SM's share is 608 of the 80256."""
+    begin = torch.cat([torch.zeros(20000), torch.full((10000,), 2048.0)]).int()
+    end = torch.cat([torch.full((20000,), 2048.0), torch.full((10000,), 6144.0)]).int()
+    shape, items, *_ = _build(begin, end, 6144, heads=(32, 8))
+    assert shape["num_splits"] == 48
+    assert int(items[:, 3].max()) <= 608 // 4
+    assert shape["prefetches_dq"], "each row tile meets 16 or 32 KV tiles"
+
+
+def test_items_of_like_cost_stay_in_the_order_of_the_keys() -> None:
+    docs = torch.tensor([3000, 9000, 5000, 9000])
+    ends = docs.cumsum(0)
+    begin = torch.repeat_interleave(ends - docs, docs).int()
+    end = torch.arange(1, 26001, dtype=torch.int32)
+    _, items, *_ = _build(begin, end, 26000, heads=(8, 8))
+    order = [(-steps.bit_length(), kv_tile) for kv_tile, _, _, steps, *_ in items.tolist()]
+    assert order == sorted(order)
 
 
 def test_short_queries_share_a_tile() -> None:

@@ -18,7 +18,8 @@ TILES = {
 NAMES = (
     "num_rows num_keys num_heads_q num_heads_kv head_dim_qk head_dim_v family dq_heads_per_tile "
     "num_dq_items is_dq_head_major num_dq_merge_rows num_dq_part_rows heads_per_tile num_items "
-    "num_row_tiles num_segments num_unseen_kv_tiles num_splits is_head_major is_deterministic"
+    "num_row_tiles num_segments num_unseen_kv_tiles prefetches_dq num_splits "
+    "is_head_major is_deterministic"
 )
 
 

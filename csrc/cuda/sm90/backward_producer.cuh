@@ -133,22 +133,30 @@ struct BackwardLoader {
             &params.dout, ptx::smem_address(smem.dout) + at_dout.stage * Traits::kDoutBytes,
             smem.dout_barriers.full_address(at_dout.stage), head, row_begin, Traits::kDoutBytes);
         at_dout.advance();
+        if (params.prefetches_dq) prefetch_dq(head, row_begin);
     }
 
     // Adds that miss L2 hold up those that hit it. Behind the loads, which are needed sooner.
     SPLITKV_DEVICE void prefetch_gradients(const KvTileWork& work) {
         if (!params.accumulates) return;
         for (int row = 0; row < Traits::kKeys; row += kWarpgroupRows) {
-            prefetch_boxes<Traits::kHeadDimV>(&params.dv, work, row);
-            prefetch_boxes<Traits::kHeadDimQk>(&params.dk, work, row);
+            prefetch_boxes<Traits::kHeadDimV>(&params.dv, work.kv_head, work.key_begin + row);
+            prefetch_boxes<Traits::kHeadDimQk>(&params.dk, work.kv_head, work.key_begin + row);
+        }
+    }
+
+    SPLITKV_DEVICE void prefetch_dq(int head, int row_begin) {
+        for (int row = 0; row < Traits::kRows; row += kWarpgroupRows) {
+            prefetch_boxes<Traits::kHeadDimQk>(&params.dq, head,
+                                               row_begin + row / params.heads_per_tile);
         }
     }
 
     template <int kHeadDim>
-    SPLITKV_DEVICE void prefetch_boxes(const CUtensorMap* map, const KvTileWork& work, int row) {
+    SPLITKV_DEVICE void prefetch_boxes(const CUtensorMap* map, int head, int row) {
 #pragma unroll 1
         for (int column = 0; column < kHeadDim; column += kBoxColumns) {
-            ptx::cp_async_bulk_prefetch_tensor_3d(map, column, work.kv_head, work.key_begin + row);
+            ptx::cp_async_bulk_prefetch_tensor_3d(map, column, head, row);
         }
     }
 

@@ -53,6 +53,7 @@ struct BackwardKernelParams {
     int32_t heads_per_tile;
     int32_t tile_heads_per_kv_head;
     int32_t is_head_major;
+    int32_t prefetches_dq;
     int32_t accumulates;  // into dk and dv; else they are overwritten
     float softmax_scale;
     float scale_log2;  // softmax_scale * log2(e)

@@ -6,9 +6,9 @@
 //   dv += p . dout, dk += ds . q                       taken from registers
 //   dq  = ds^T . k                                     ds of all consumers through shared memory
 //
-// dv is issued before the barrier that makes ds visible, and the proxy fence stands behind that
-// issue: both hide under the product. dq, and at the end dk and dv, go to global memory through the
-// BackwardWriter, by way of shared memory.
+// dq is a step behind: the ds that it takes has long been there, and no consumer waits for another.
+// dv is issued before ds is handed over, and the proxy fence hides under the product. dq, and in
+// the end dk and dv, go to global memory through the BackwardWriter, by way of shared memory.
 #pragma once
 
 #include "cuda/sm90/backward_boxes.cuh"
@@ -25,7 +25,7 @@ struct BackwardConsumer {
     static constexpr int kRowSteps = Traits::kRows / kStepK;
     static constexpr int kDqRegisters = Traits::kDqColumns / 2;
     static constexpr bool kHasRegisters = Traits::kRows == 64;  // to load lse early
-    static constexpr int kDsBarrier = 1;                        // named barrier; 0 is __syncthreads
+    static constexpr int kDsBarrier = 1;  // named barrier at the end of an item; 0 is __syncthreads
     static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
 
     const BackwardKernelParams& params;
@@ -156,6 +156,7 @@ struct BackwardConsumer {
         at_step.advance();
     }
 
+    // dq of the item's last step.
     SPLITKV_DEVICE void last_dq() {
         float dq[kDqRegisters];
         smem.ds_barriers.wait_full(at_step.previous());

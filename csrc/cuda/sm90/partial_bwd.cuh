@@ -82,6 +82,7 @@ BackwardKernelParams make_kernel_params(const BackwardParams& params,
     kernel_params.tile_heads_per_kv_head =
         static_cast<int32_t>(params.q.heads / params.k.heads / shape.heads_per_tile);
     kernel_params.is_head_major = static_cast<int32_t>(shape.is_head_major);
+    kernel_params.prefetches_dq = static_cast<int32_t>(shape.prefetches_dq);
     kernel_params.accumulates = static_cast<int32_t>(params.accumulates);
     kernel_params.softmax_scale = params.softmax_scale;
     kernel_params.scale_log2 = static_cast<float>(params.softmax_scale * kLog2E);
