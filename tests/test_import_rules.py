@@ -25,16 +25,21 @@ ROOMS: dict[str, set[str]] = {
     "ops": {"errors", "config", "_kernels"},
     "wire": {"config", "comm", "ops"},
     "attention": _BELOW_COMM | {"comm", "ops", "wire"},
-    "mcore": _BELOW_MCORE,
+    # What `verify` and `doctor` look at: all of the product but Megatron, which mcore checks.
+    "checks": {*_BELOW_MCORE, "_kernels"},
+    "mcore": {*_BELOW_MCORE, "checks"},
     "launch": {"errors", "mcore"},
+    "verify": {"errors", "config", "comm", "checks", "mcore"},
+    "doctor": {"checks", "mcore"},
 }
-# Rooms that load without torch; all but these two load without Megatron.
-TORCHLESS_ROOMS = {"errors", "config", "plan"}
+# Rooms that load without torch; all but mcore and launch load without Megatron.
+TORCHLESS_ROOMS = {"errors", "config", "plan", "doctor"}
 MEGATRON_ROOMS = {"mcore", "launch"}
 # Megatron takes process groups, so the files that start a job or stand in for a GPU make them.
 DISTRIBUTED_FILES = {
     "comm/__init__.py",
     "comm/process_group.py",
+    "checks/processes.py",
     "mcore/cpu_mode.py",
     "mcore/launch.py",
 }
@@ -134,6 +139,14 @@ def test_file_imports_only_what_its_room_may(file: str) -> None:
         ("mcore/a.py", "import megatron_splitkv", "imports from the package root"),
         ("plan/a.py", "from . import queries", "relative import ."),
         ("plan/a.py", "from ..config import SplitKVConfig", "relative import ..config"),
+        (
+            "checks/a.py",
+            "from megatron_splitkv.mcore import parity",
+            "checks must not import mcore",
+        ),
+        ("checks/a.py", "import megatron.core", "only mcore names megatron"),
+        ("attention.py", "import megatron_splitkv.checks", "attention must not import checks"),
+        ("verify.py", "import torch.distributed", "only comm names torch.distributed"),
         ("extra/a.py", "import os", "unknown room"),
     ],
 )

@@ -263,6 +263,29 @@ def test_two_processes_over_gloo_give_the_bits_of_two_threads(queries):
         assert got.fingerprint() == simulated.fingerprint()
 
 
+# Processes with a GPU each.
+
+
+def nccl_rank(plan: Plan, inputs: Inputs, config: SplitKVConfig) -> list[Tensor | None]:
+    torch.use_deterministic_algorithms(True)
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    group = dist.new_group(backend="nccl", device_id=device)
+    return run_rank(plan, inputs, transport_of(group, device), config, device="cuda")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("queries", [Causal(), ANCHORS], ids=["causal", "anchors"])
+def test_two_gpus_over_nccl_give_the_bits_of_two_threads(queries):
+    plan = make_plan(DOCS, 2, queries=queries, block_size=64)
+    inputs, expected = known(queries)
+    for config in (SplitKVConfig(), SplitKVConfig(keep_queries=True, partial_dtype="fp32")):
+        got = join_ranks(plan, run_gloo(2, nccl_rank, plan, inputs, config))
+        check(got, expected)
+        simulated = run_simulated(plan, inputs, config, device="cuda")
+        assert got.fingerprint() == simulated.fingerprint()
+
+
 def one_staged_rank_raises(plan: Plan, inputs: Inputs) -> str:
     """The error of the ranks that go on."""
     group = dist.new_group(timeout=timedelta(seconds=2))
