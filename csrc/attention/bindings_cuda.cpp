@@ -201,12 +201,14 @@ void bind_kernels(py::module_& m) {
     m.def(
         "cuda_merge",
         [](const Rows& out, const Rows& lse, const Rows& part_out, const Rows& part_lse,
-           uintptr_t part_ptr, uintptr_t part_slots, int64_t num_slots, const Launch& launch) {
+           const Rows* part_scale, uintptr_t part_ptr, uintptr_t part_slots, int64_t num_slots,
+           const Launch& launch) {
             MergeParams params{};
             params.out = out;
             params.lse = lse;
             params.part_out = part_out;
             params.part_lse = part_lse;
+            if (part_scale != nullptr) params.part_scale = *part_scale;
             params.part_ptr = as_pointer<const int32_t>(part_ptr);
             params.part_slots = as_pointer<const int32_t>(part_slots);
             params.num_slots = num_slots;
@@ -214,7 +216,36 @@ void bind_kernels(py::module_& m) {
             cuda::merge(params);
         },
         py::kw_only(), py::arg("out"), py::arg("lse"), py::arg("part_out"), py::arg("part_lse"),
+        py::arg("part_scale").none(true), py::arg("part_ptr"), py::arg("part_slots"),
+        py::arg("num_slots"), py::arg("launch"), release_gil());
+    m.def(
+        "cuda_add",
+        [](const Rows& total, const Rows& parts, const Rows* part_scale, uintptr_t part_ptr,
+           uintptr_t part_slots, int64_t num_slots, const Launch& launch) {
+            AddParams params{};
+            params.total = total;
+            params.parts = parts;
+            if (part_scale != nullptr) params.part_scale = *part_scale;
+            params.part_ptr = as_pointer<const int32_t>(part_ptr);
+            params.part_slots = as_pointer<const int32_t>(part_slots);
+            params.num_slots = num_slots;
+            params.launch = launch;
+            cuda::add(params);
+        },
+        py::kw_only(), py::arg("total"), py::arg("parts"), py::arg("part_scale").none(true),
         py::arg("part_ptr"), py::arg("part_slots"), py::arg("num_slots"), py::arg("launch"),
+        release_gil());
+    m.def(
+        "cuda_encode",
+        [](const Rows& values, const Rows& encoded, const Rows& scale, const Launch& launch) {
+            EncodeParams params{};
+            params.values = values;
+            params.encoded = encoded;
+            params.scale = scale;
+            params.launch = launch;
+            cuda::encode(params);
+        },
+        py::kw_only(), py::arg("values"), py::arg("encoded"), py::arg("scale"), py::arg("launch"),
         release_gil());
     m.def(
         "cuda_row_dot",

@@ -79,6 +79,19 @@ def check_attention_inputs(
             raise ValueError(f"{name} has head_dim {tensor.shape[-1]}, needs 1 to {MAX_HEAD_DIM}")
 
 
+def check_slots(
+    part_ptr: Tensor, part_slots: Tensor, *, num_rows: int, device: torch.device
+) -> None:
+    """Checks which partials belong to which of `num_rows` rows: int32 CSR.
+
+    Raises:
+        ValueError: wrong shapes, dtypes or devices.
+    """
+    int32 = (torch.int32,)
+    check_tensor("part_ptr", part_ptr, shape=(num_rows + 1,), dtypes=int32, device=device)
+    check_tensor("part_slots", part_slots, shape=(-1,), dtypes=int32, device=device)
+
+
 def check_no_grad(op: str, **tensors: Tensor) -> None:
     """Refuses to lose a gradient in silence: the ops have none of their own.
 
