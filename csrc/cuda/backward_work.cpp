@@ -277,19 +277,29 @@ void check_request(const BackwardWorkRequest& request) {
                   " must be a multiple of num_heads_kv=", request.num_heads_kv);
 }
 
+// Whether one head may follow the other, its dearest items starting late: where all are alike, or,
+// on sm_90, where the tile is so short that rows come and go twice as often for each product, so
+// that misses of L2 cost more, and no item takes more than 1.5 times what the head gives each SM.
+bool heads_may_follow(const BackwardWorkRequest& request, const std::vector<BackwardItem>& items) {
+    int64_t least = items.front().num_steps, most = least, total = 0;
+    for (const BackwardItem& item : items) {
+        least = std::min<int64_t>(least, item.num_steps);
+        most = std::max<int64_t>(most, item.num_steps);
+        total += item.num_steps;
+    }
+    constexpr int kShortTile = 64;  // keys
+    const bool is_short = request.family == Family::kSm90 && tile_of(request).keys <= kShortTile;
+    return least * 5 >= most * 4 || (is_short && 2 * most * request.num_sms <= 3 * total);
+}
+
 // Whether neighbours in time should share the rows of one head, which L2 then holds, or the heads
 // of one KV tile, whose keys and gradients lie side by side in memory.
 bool is_head_major(const BackwardWorkRequest& request, const std::vector<BackwardItem>& items) {
     constexpr int64_t kHeldBytes = 24 << 20;  // half of the L2 of an H200
     constexpr int64_t kRowBytes = 2 + 4;      // q or dout, and dq in fp32
-    const auto has_fewer_steps = [](const BackwardItem& a, const BackwardItem& b) {
-        return a.num_steps < b.num_steps;
-    };
-    const auto [least, most] = std::minmax_element(items.begin(), items.end(), has_fewer_steps);
-    const bool is_even = !items.empty() && least->num_steps * 5 >= most->num_steps * 4;
-    return is_even && request.num_rows * request.num_heads_q *
-                              (request.head_dim_qk * kRowBytes + request.head_dim_v * 2) >
-                          kHeldBytes;
+    const int64_t row_bytes = request.head_dim_qk * kRowBytes + request.head_dim_v * 2;
+    return !items.empty() && request.num_rows * request.num_heads_q * row_bytes > kHeldBytes &&
+           heads_may_follow(request, items);
 }
 
 // Dearest first, but only by powers of two: items of a class stay in the order of the keys, so that

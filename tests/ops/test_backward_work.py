@@ -180,6 +180,22 @@ def test_short_queries_share_a_tile() -> None:
     assert not shape["is_head_major"], "the heads of a KV tile lie side by side"
 
 
+@pytest.mark.parametrize(
+    ("dims", "heads", "rows", "is_head_major"),
+    [
+        ((256, 256), 8, 16384, True),
+        ((256, 256), 32, 4096, False),  # too few items in a head
+        ((128, 128), 16, 16384, False),
+    ],
+)
+def test_short_tiles_share_the_rows_of_a_head(
+    dims: tuple[int, int], heads: int, rows: int, is_head_major: bool
+) -> None:
+    end = torch.arange(1, rows + 1, dtype=torch.int32)
+    shape, *_ = _build(torch.zeros_like(end), end, rows, heads=(heads, heads), dims=dims)
+    assert shape["is_head_major"] == is_head_major
+
+
 def test_interval_beyond_the_keys_is_refused() -> None:
     begin, end = _full(5, 100)
     with pytest.raises(ValueError, match=r"row 0 sees keys \[0, 100\), needs a part of \[0, 99\)"):
