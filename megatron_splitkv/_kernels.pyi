@@ -168,6 +168,7 @@ def cuda_backward(
     dq: Rows,
     dk: Rows,
     dv: Rows,
+    accumulates: bool,
     softmax_scale: float,
     work: int,
     work_shape: Sequence[int],

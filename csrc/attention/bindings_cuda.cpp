@@ -68,13 +68,14 @@ void write_forward(const ForwardWork& work, uintptr_t target) {
 int64_t num_backward_ints(const BackwardWork& work) {
     return static_cast<int64_t>((num_bytes(work.items) + num_bytes(work.row_tiles) +
                                  num_bytes(work.segments) + num_bytes(work.dq_items) +
-                                 num_bytes(work.dq_merge_rows)) /
+                                 num_bytes(work.dq_merge_rows) + num_bytes(work.unseen_kv_tiles)) /
                                 sizeof(int32_t));
 }
 
 void write_backward(const BackwardWork& work, uintptr_t target) {
     char* end = append(work.row_tiles, append(work.items, as_pointer<char>(target)));
-    append(work.dq_merge_rows, append(work.dq_items, append(work.segments, end)));
+    end = append(work.dq_merge_rows, append(work.dq_items, append(work.segments, end)));
+    append(work.unseen_kv_tiles, end);
 }
 
 void bind_forward_work(py::module_& m) {
@@ -173,7 +174,7 @@ void bind_kernels(py::module_& m) {
         "cuda_backward",
         [](const Rows& dout, const Rows& q, const Rows& k, const Rows& v, const Rows& lse,
            const Rows& delta, uintptr_t kv_begin, uintptr_t kv_end, const Rows& dq, const Rows& dk,
-           const Rows& dv, float softmax_scale, uintptr_t work,
+           const Rows& dv, bool accumulates, float softmax_scale, uintptr_t work,
            const std::vector<int64_t>& work_shape, const Launch& launch) {
             BackwardParams params{};
             params.dout = dout;
@@ -187,6 +188,7 @@ void bind_kernels(py::module_& m) {
             params.dq = dq;
             params.dk = dk;
             params.dv = dv;
+            params.accumulates = accumulates;
             params.softmax_scale = softmax_scale;
             params.launch = launch;
             cuda::backward(params, as_pointer<const int32_t>(work),
@@ -194,8 +196,8 @@ void bind_kernels(py::module_& m) {
         },
         py::kw_only(), py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("lse"),
         py::arg("delta"), py::arg("kv_begin"), py::arg("kv_end"), py::arg("dq"), py::arg("dk"),
-        py::arg("dv"), py::arg("softmax_scale"), py::arg("work"), py::arg("work_shape"),
-        py::arg("launch"), release_gil());
+        py::arg("dv"), py::arg("accumulates"), py::arg("softmax_scale"), py::arg("work"),
+        py::arg("work_shape"), py::arg("launch"), release_gil());
     m.def(
         "cuda_merge",
         [](const Rows& out, const Rows& lse, const Rows& part_out, const Rows& part_lse,

@@ -59,6 +59,7 @@ struct BackwardParams {
     Rows dq;                  // [Tq, Hq, D], fp32, every row is written
     Rows dk;                  // [Tk, Hkv, D], fp32, accumulated into
     Rows dv;                  // [Tk, Hkv, Dv], fp32, accumulated into
+    bool accumulates;         // CUDA alone: false says that dk and dv are overwritten
     float softmax_scale;
     Launch launch;
 };

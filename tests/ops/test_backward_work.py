@@ -15,7 +15,8 @@ NUM_SMS = 132
 NAMES = (
     "num_rows num_keys num_heads_q num_heads_kv head_dim_qk head_dim_v family dq_heads_per_tile "
     "num_dq_items is_dq_head_major num_dq_merge_rows num_dq_part_rows heads_per_tile num_items "
-    "num_row_tiles num_segments num_splits is_head_major is_deterministic"
+    "num_row_tiles num_segments num_unseen_kv_tiles prefetches_dq num_splits "
+    "is_head_major is_deterministic"
 )
 
 
@@ -27,8 +28,8 @@ def _build(
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 128,
     is_deterministic: bool = False,
-) -> tuple[dict[str, int], Tensor, Tensor, Tensor]:
-    """Sizes, items `[n, 8]`, row tiles `[t, 4]` and segments `[s, 4]`."""
+) -> tuple[dict[str, int], Tensor, Tensor, Tensor, Tensor]:
+    """Sizes, items `[n, 8]`, row tiles `[t, 4]`, segments `[s, 4]` and unseen KV tiles `[u]`."""
     work = _kernels.BackwardWork(
         kv_begin=begin.data_ptr(),
         kv_end=end.data_ptr(),
@@ -46,8 +47,8 @@ def _build(
     ints = torch.full((work.num_ints,), -7, dtype=torch.int32)
     work.write(ints.data_ptr())
     counts = [8 * shape["num_items"], 4 * shape["num_row_tiles"], 4 * shape["num_segments"]]
-    items, row_tiles, segments = ints.split(counts)
-    return shape, items.view(-1, 8), row_tiles.view(-1, 4), segments.view(-1, 4)
+    items, row_tiles, segments, unseen = ints.split([*counts, shape["num_unseen_kv_tiles"]])
+    return shape, items.view(-1, 8), row_tiles.view(-1, 4), segments.view(-1, 4), unseen
 
 
 def _check(
@@ -59,7 +60,7 @@ def _check(
     is_deterministic: bool = False,
 ) -> None:
     """Every visible pair is covered once, whole tiles are whole, turns are all taken in order."""
-    shape, items, row_tiles, segments = _build(
+    shape, items, row_tiles, segments, unseen = _build(
         begin, end, num_keys, heads=heads, head_dim=head_dim, is_deterministic=is_deterministic
     )
     max_rows = ROWS[head_dim] // shape["heads_per_tile"]
@@ -83,6 +84,7 @@ def _check(
                 assert (tile, kv_tile) not in masked, "covered twice"
                 masked[tile, kv_tile] = bool(is_masked)
                 visits.setdefault(tile, []).append(kv_tile)
+    assert sorted([*parts, *unseen.tolist()]) == list(range(-(-num_keys // KEYS)))
     for order in parts.values():
         assert order == list(range(len(order))), "a later part comes before an earlier one"
 
@@ -133,7 +135,7 @@ def _full(rows: int, keys: int) -> tuple[Tensor, Tensor]:
 
 
 def test_few_keys_split_their_rows() -> None:
-    shape, items, _, _ = _build(*_full(60000, 1024), 1024, heads=(2, 1))
+    shape, items, *_ = _build(*_full(60000, 1024), 1024, heads=(2, 1))
     assert shape["num_splits"] == 8
     assert NUM_SMS // 2 <= len(items) <= NUM_SMS
     assert int(items[:, 3].max()) - int(items[:, 3].min()) <= 1
@@ -141,7 +143,7 @@ def test_few_keys_split_their_rows() -> None:
 
 def test_long_documents_are_not_split() -> None:
     end = torch.arange(1, 16385, dtype=torch.int32)
-    shape, items, _, segments = _build(torch.zeros_like(end), end, 16384, heads=(16, 16))
+    shape, items, _, segments, _ = _build(torch.zeros_like(end), end, 16384, heads=(16, 16))
     assert shape["num_splits"] == 0
     assert len(items) == 128
     assert items[:, 3].tolist() == list(range(256, 0, -2)), "dearest first"
@@ -149,8 +151,28 @@ def test_long_documents_are_not_split() -> None:
     assert segments[segments[:, 2] == 1, 1].tolist() == [2] * 128
 
 
+def test_uneven_items_take_a_quarter_of_a_share_at_most() -> None:
+    """16 KV tiles with 313 row tiles each and 32 with 157; an SM's share is 608 of the 80256."""
+    begin = torch.cat([torch.zeros(20000), torch.full((10000,), 2048.0)]).int()
+    end = torch.cat([torch.full((20000,), 2048.0), torch.full((10000,), 6144.0)]).int()
+    shape, items, *_ = _build(begin, end, 6144, heads=(32, 8))
+    assert shape["num_splits"] == 48
+    assert int(items[:, 3].max()) <= 608 // 4
+    assert shape["prefetches_dq"], "each row tile meets 16 or 32 KV tiles"
+
+
+def test_items_of_like_cost_stay_in_the_order_of_the_keys() -> None:
+    docs = torch.tensor([3000, 9000, 5000, 9000])
+    ends = docs.cumsum(0)
+    begin = torch.repeat_interleave(ends - docs, docs).int()
+    end = torch.arange(1, 26001, dtype=torch.int32)
+    _, items, *_ = _build(begin, end, 26000, heads=(8, 8))
+    order = [(-steps.bit_length(), kv_tile) for kv_tile, _, _, steps, *_ in items.tolist()]
+    assert order == sorted(order)
+
+
 def test_short_queries_share_a_tile() -> None:
-    shape, items, row_tiles, _ = _build(*_full(16, 131072), 131072, heads=(32, 8))
+    shape, items, row_tiles, *_ = _build(*_full(16, 131072), 131072, heads=(32, 8))
     assert shape["heads_per_tile"] == 4
     assert len(row_tiles) == 1
     assert len(items) == 1024

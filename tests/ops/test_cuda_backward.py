@@ -81,6 +81,34 @@ def test_split_rows(intervals: str, dims: tuple[int, int]) -> None:
     check_backward(case, is_deterministic=True)
 
 
+@pytest.mark.parametrize("rows", [0, 700, 9001])
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+@pytest.mark.parametrize("intervals", [*INTERVALS, "few keys"])
+def test_overwriting(intervals: str, dims: tuple[int, int], rows: int) -> None:
+    """The same bits as adding to zeros, whatever dk and dv held, also for keys that none sees."""
+    _skip_without_kernel(dims)
+    keys = 200 if rows == 9001 else 900  # few keys and many rows: split into parts
+    shape = Shape(rows=rows, keys=keys, heads_q=4, heads_kv=2, dim_qk=dims[0], dim_v=dims[1])
+    make_intervals = _see_few_keys if intervals == "few keys" else intervals
+    case = make_backward_case(shape, intervals=make_intervals, seed=3)
+    lse = torch.zeros(case.q.shape[:2], device="cuda")
+    delta = torch.zeros_like(lse)
+    zeros, dirty = (
+        [torch.full((keys, 2, dim), value, device="cuda") for dim in dims]
+        for value in (0.0, torch.nan)
+    )
+    dq = backward(case, lse, delta, *zeros, is_deterministic=True)
+    other_dq = backward(case, lse, delta, *dirty, is_deterministic=True, accumulate=False)
+    for a, b in zip((dq, *zeros), (other_dq, *dirty), strict=True):
+        assert torch.equal(a, b)
+
+
+def _see_few_keys(rows: int, keys: int, _: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Most KV tiles are seen by no row."""
+    begin = torch.full((rows,), keys * 3 // 4, dtype=torch.int32)
+    return begin, begin + 5
+
+
 def _gradients(case: Case, lse: Tensor, delta: Tensor) -> list[Tensor]:
     dk, dv = torch.ones(case.k.shape, device="cuda"), torch.ones(case.v.shape, device="cuda")
     return [backward(case, lse, delta, dk, dv, is_deterministic=True), dk, dv]

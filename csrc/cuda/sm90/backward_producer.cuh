@@ -129,22 +129,31 @@ struct BackwardLoader {
         load_boxes<Traits::kVChunks, Traits::kRows>(
             &params.dout, ptx::smem_address(smem.dout) + stage * Traits::kDoutBytes,
             smem.dout_barriers.full_address(stage), head, row_begin, Traits::kDoutBytes);
+        if (params.prefetches_dq) prefetch_dq(head, row_begin);
         at_rows.advance();
     }
 
     // Adds that miss L2 hold up those that hit it. Behind the loads, which are needed sooner.
     SPLITKV_DEVICE void prefetch_gradients(const KvTileWork& work) {
+        if (!params.accumulates) return;
         for (int row = 0; row < Traits::kKeys; row += kWarpgroupRows) {
-            prefetch_boxes<Traits::kHeadDimV>(&params.dv, work, row);
-            prefetch_boxes<Traits::kHeadDimQk>(&params.dk, work, row);
+            prefetch_boxes<Traits::kHeadDimV>(&params.dv, work.kv_head, work.key_begin + row);
+            prefetch_boxes<Traits::kHeadDimQk>(&params.dk, work.kv_head, work.key_begin + row);
+        }
+    }
+
+    SPLITKV_DEVICE void prefetch_dq(int head, int row_begin) {
+        for (int row = 0; row < Traits::kRows; row += kWarpgroupRows) {
+            prefetch_boxes<Traits::kHeadDimQk>(&params.dq, head,
+                                               row_begin + row / params.heads_per_tile);
         }
     }
 
     template <int kHeadDim>
-    SPLITKV_DEVICE void prefetch_boxes(const CUtensorMap* map, const KvTileWork& work, int row) {
+    SPLITKV_DEVICE void prefetch_boxes(const CUtensorMap* map, int head, int row) {
 #pragma unroll 1
         for (int column = 0; column < kHeadDim; column += kBoxColumns) {
-            ptx::cp_async_bulk_prefetch_tensor_3d(map, column, work.kv_head, work.key_begin + row);
+            ptx::cp_async_bulk_prefetch_tensor_3d(map, column, head, row);
         }
     }
 
@@ -255,12 +264,21 @@ struct BackwardWriter {
             ptx::mbarrier_wait(smem.piece_barriers[consumer].full_address(piece), piece_parity);
 #pragma unroll
             for (int box = 0; box < kChunkColumns / kBoxColumns; ++box) {
-                ptx::cp_reduce_async_bulk_tensor_3d_add(
-                    map, piece_box_address(smem, consumer, piece, box), column + box * kBoxColumns,
-                    work.kv_head, work.key_begin + consumer * kWarpgroupRows);
+                write_box(work, map, piece_box_address(smem, consumer, piece, box),
+                          column + box * kBoxColumns, work.key_begin + consumer * kWarpgroupRows);
             }
         }
         ptx::cp_async_bulk_commit_group();
+    }
+
+    // The first part of a KV tile overwrites, where dk and dv are not accumulated into.
+    SPLITKV_DEVICE void write_box(const KvTileWork& work, const CUtensorMap* map, uint32_t source,
+                                  int column, int row) {
+        if (params.accumulates || work.part > 0) {
+            ptx::cp_reduce_async_bulk_tensor_3d_add(map, source, column, work.kv_head, row);
+        } else {
+            ptx::cp_async_bulk_tensor_3d_store(map, source, column, work.kv_head, row);
+        }
     }
 
     SPLITKV_DEVICE void release_piece(int piece) {

@@ -53,6 +53,8 @@ struct BackwardKernelParams {
     int32_t heads_per_tile;
     int32_t tile_heads_per_kv_head;
     int32_t is_head_major;
+    int32_t prefetches_dq;
+    int32_t accumulates;  // into dk and dv; else they are overwritten
     float softmax_scale;
     float scale_log2;  // softmax_scale * log2(e)
 };
@@ -67,7 +69,7 @@ struct BackwardTraits {
     static constexpr int kKeys = kTile.keys;
     static constexpr int kConsumers = kTile.consumers;
     static constexpr int kStages = kTile.stages;
-    static constexpr int kDsStages = 2;  // one barrier per step suffices
+    static constexpr int kDsStages = kStages;
     static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
     static constexpr int kQkChunks = kDimQk / kChunkColumns;
     static constexpr int kVChunks = kDimV / kChunkColumns;
@@ -93,6 +95,7 @@ struct BackwardTraits {
     static constexpr int kProducerRegisters = 40;
     static constexpr int kConsumerRegisters = 232;
 
+    static_assert(kStages == kWriters, "one cursor for all that a step passes through");
     static_assert(kTile.keys > 0, "no tile is listed for these head dims");
     static_assert(kKeys == kConsumers * kWarpgroupRows, "each consumer owns 64 keys");
     static_assert(kSplitsDqRows || kRows == kWarpgroupRows,
@@ -126,6 +129,7 @@ struct BackwardSmem {
     RingBarriers<Traits::kStages> dout_barriers;
     // One buffer, but two barriers, as two writers take the steps in turn.
     RingBarriers<kWriters> dq_barriers[Traits::kConsumers];
+    RingBarriers<Traits::kStages> ds_barriers;  // all consumers write, and all read
     RingBarriers<Traits::kPieces> piece_barriers[Traits::kConsumers];
 };
 

@@ -37,16 +37,19 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (ptx::smem_address(aligned_smem) % kSwizzleBytes != 0) __trap();
     auto& smem = *reinterpret_cast<BackwardSmem<Traits>*>(aligned_smem);
     const int warpgroup = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
-    constexpr int kWarpsPerWarpgroup = kWarpgroupThreads / 32;
     if (threadIdx.x == 0) {
-        smem.work_barriers.init(Traits::kConsumers * kWarpsPerWarpgroup + kWriters);
-        smem.k_barriers.init(Traits::kConsumers);
-        smem.v_barriers.init(Traits::kConsumers);
-        smem.q_barriers.init(Traits::kConsumers);
-        smem.dout_barriers.init(Traits::kConsumers);
+        // Each thread arrives for itself: as fast as one for its warp, and its own reads and writes
+        // come before its arrival without further proof.
+        constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
+        smem.work_barriers.init(kConsumerThreads + kWriters);
+        smem.k_barriers.init(kConsumerThreads);
+        smem.v_barriers.init(kConsumerThreads);
+        smem.q_barriers.init(kConsumerThreads);
+        smem.dout_barriers.init(kConsumerThreads);
+        smem.ds_barriers.init(kConsumerThreads, kConsumerThreads);
         for (int i = 0; i < Traits::kConsumers; ++i) {
-            smem.dq_barriers[i].init(kWarpsPerWarpgroup, 1);
-            smem.piece_barriers[i].init(kWarpsPerWarpgroup, 1);
+            smem.dq_barriers[i].init(kWarpgroupThreads, 1);
+            smem.piece_barriers[i].init(kWarpgroupThreads, 1);
         }
         ptx::fence_mbarrier_init();
     }
@@ -99,6 +102,8 @@ BackwardKernelParams make_kernel_params(const BackwardParams& params,
     kernel_params.tile_heads_per_kv_head =
         static_cast<int32_t>(params.q.heads / params.k.heads / shape.heads_per_tile);
     kernel_params.is_head_major = static_cast<int32_t>(shape.is_head_major);
+    kernel_params.prefetches_dq = static_cast<int32_t>(shape.prefetches_dq);
+    kernel_params.accumulates = static_cast<int32_t>(params.accumulates);
     kernel_params.softmax_scale = params.softmax_scale;
     kernel_params.scale_log2 = static_cast<float>(params.softmax_scale * kLog2E);
     return kernel_params;

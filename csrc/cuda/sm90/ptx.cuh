@@ -130,6 +130,17 @@ SPLITKV_DEVICE void cp_reduce_async_bulk_tensor_3d_add(const CUtensorMap* map, u
         : "memory");
 }
 
+// Writes the box of values in shared memory to a rank-3 map at {column, head, row}; what lies
+// outside the tensor is dropped.
+SPLITKV_DEVICE void cp_async_bulk_tensor_3d_store(const CUtensorMap* map, uint32_t source,
+                                                  int column, int head, int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group "
+        "[%0, {%1, %2, %3}], [%4];" ::"l"(map),
+        "r"(column), "r"(head), "r"(row), "r"(source)
+        : "memory");
+}
+
 SPLITKV_DEVICE void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
