@@ -268,10 +268,9 @@ void check_request(const BackwardWorkRequest& request) {
     const bool is_sm90 = request.family == Family::kSm90;
     const bool has_kernel = is_sm90 ? sm90::has_backward(request.head_dim_qk, request.head_dim_v)
                                     : sm80::has_kernels(request.head_dim_qk, request.head_dim_v);
-    SPLITKV_CHECK(
-        has_kernel, "no CUDA kernel for the backward of head dims (", request.head_dim_qk, ", ",
-        request.head_dim_v, "), needs ",
-        is_sm90 ? "(64, 64) or (128, 128)" : "(64, 64), (128, 128), (192, 128) or (256, 256)");
+    SPLITKV_CHECK(has_kernel, "no CUDA kernel for the backward of head dims (", request.head_dim_qk,
+                  ", ", request.head_dim_v,
+                  "), needs (64, 64), (128, 128), (192, 128) or (256, 256)");
     check_intervals(request.kv_begin, request.kv_end, request.num_rows, request.num_keys);
     SPLITKV_CHECK(request.num_heads_kv >= 1 && request.num_heads_q % request.num_heads_kv == 0,
                   "num_heads_q=", request.num_heads_q,

@@ -38,7 +38,7 @@ ANCHORS = Anchors(((0, 300, 700), (1,), (), (7, 130), (0,), (999,)), 16)
 
 def check(got: Outputs, expected: Outputs) -> None:
     gradient = CUDA_BACKWARD_BY_DTYPE[torch.bfloat16]
-    names = ("dq", "dk", "dv", "dblock_k", "dblock_v")
+    names = ("dq", "dk", "dv", "dblock_k", "dblock_v", "dsink")
     forward = cuda_forward(torch.bfloat16, torch.bfloat16)
     assert_outputs(got, expected, out=forward, **dict.fromkeys(names, gradient))
 
@@ -258,6 +258,29 @@ def test_two_processes_over_gloo_give_the_bits_of_two_threads(queries):
     for options in ({}, {"keep_queries": True, "partial_dtype": "fp32"}):
         config = SplitKVConfig(**options)
         got = join_ranks(plan, run_gloo(2, staged_rank, plan, inputs, config))
+        check(got, expected)
+        simulated = run_simulated(plan, inputs, config, device="cuda")
+        assert got.fingerprint() == simulated.fingerprint()
+
+
+# Processes with a GPU each.
+
+
+def nccl_rank(plan: Plan, inputs: Inputs, config: SplitKVConfig) -> list[Tensor | None]:
+    torch.use_deterministic_algorithms(True)
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    group = dist.new_group(backend="nccl", device_id=device)
+    return run_rank(plan, inputs, transport_of(group, device), config, device="cuda")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("queries", [Causal(), ANCHORS], ids=["causal", "anchors"])
+def test_two_gpus_over_nccl_give_the_bits_of_two_threads(queries):
+    plan = make_plan(DOCS, 2, queries=queries, block_size=64)
+    inputs, expected = known(queries)
+    for config in (SplitKVConfig(), SplitKVConfig(keep_queries=True, partial_dtype="fp32")):
+        got = join_ranks(plan, run_gloo(2, nccl_rank, plan, inputs, config))
         check(got, expected)
         simulated = run_simulated(plan, inputs, config, device="cuda")
         assert got.fingerprint() == simulated.fingerprint()

@@ -9,8 +9,8 @@ from torch import Tensor
 import megatron_splitkv._kernels as _kernels
 from tests.ops.cases import INTERVALS
 
-KEYS = 128  # of a KV tile
-ROWS = {64: 128, 128: 64}  # of a row tile, by head dim
+# Rows of a row tile and keys of a KV tile, by head dims (qk, v).
+TILES = {(64, 64): (128, 128), (128, 128): (64, 128), (192, 128): (64, 128), (256, 256): (64, 64)}
 NUM_SMS = 132
 NAMES = (
     "num_rows num_keys num_heads_q num_heads_kv head_dim_qk head_dim_v family dq_heads_per_tile "
@@ -26,7 +26,7 @@ def _build(
     num_keys: int,
     *,
     heads: tuple[int, int] = (4, 2),
-    head_dim: int = 128,
+    dims: tuple[int, int] = (128, 128),
     is_deterministic: bool = False,
 ) -> tuple[dict[str, int], Tensor, Tensor, Tensor, Tensor]:
     """Sizes, items `[n, 8]`, row tiles `[t, 4]`, segments `[s, 4]` and unseen KV tiles `[u]`."""
@@ -37,8 +37,8 @@ def _build(
         num_keys=num_keys,
         num_heads_q=heads[0],
         num_heads_kv=heads[1],
-        head_dim_qk=head_dim,
-        head_dim_v=head_dim,
+        head_dim_qk=dims[0],
+        head_dim_v=dims[1],
         num_sms=NUM_SMS,
         is_deterministic=is_deterministic,
         family="sm90",
@@ -56,14 +56,15 @@ def _check(
     end: Tensor,
     num_keys: int,
     heads: tuple[int, int] = (4, 2),
-    head_dim: int = 128,
+    dims: tuple[int, int] = (128, 128),
     is_deterministic: bool = False,
 ) -> None:
     """Every visible pair is covered once, whole tiles are whole, turns are all taken in order."""
     shape, items, row_tiles, segments, unseen = _build(
-        begin, end, num_keys, heads=heads, head_dim=head_dim, is_deterministic=is_deterministic
+        begin, end, num_keys, heads=heads, dims=dims, is_deterministic=is_deterministic
     )
-    max_rows = ROWS[head_dim] // shape["heads_per_tile"]
+    tile_rows, tile_keys = TILES[dims]
+    max_rows = tile_rows // shape["heads_per_tile"]
     tile_of_row = torch.full((len(begin),), -1)
     for index, (row, rows, _, _) in enumerate(row_tiles.tolist()):
         assert 1 <= rows <= max_rows
@@ -84,7 +85,7 @@ def _check(
                 assert (tile, kv_tile) not in masked, "covered twice"
                 masked[tile, kv_tile] = bool(is_masked)
                 visits.setdefault(tile, []).append(kv_tile)
-    assert sorted([*parts, *unseen.tolist()]) == list(range(-(-num_keys // KEYS)))
+    assert sorted([*parts, *unseen.tolist()]) == list(range(-(-num_keys // tile_keys)))
     for order in parts.values():
         assert order == list(range(len(order))), "a later part comes before an earlier one"
 
@@ -92,8 +93,8 @@ def _check(
         low, high, tile = int(begin[row]), int(end[row]), int(tile_of_row[row])
         if low >= high:
             continue
-        for kv_tile in range(low // KEYS, (high - 1) // KEYS + 1):
-            is_cut = low > kv_tile * KEYS or high < (kv_tile + 1) * KEYS
+        for kv_tile in range(low // tile_keys, (high - 1) // tile_keys + 1):
+            is_cut = low > kv_tile * tile_keys or high < (kv_tile + 1) * tile_keys
             assert masked[tile, kv_tile] or not is_cut, "a cut tile without mask"
     for tile, kv_tiles in visits.items():
         turns = sorted(kv_tile - int(row_tiles[tile, 2]) for kv_tile in kv_tiles)
@@ -111,8 +112,8 @@ def test_pairs_are_covered_once(
     intervals: str, rows: int, keys: int, heads: tuple[int, int], is_deterministic: bool
 ) -> None:
     begin, end = INTERVALS[intervals](rows, keys, torch.Generator().manual_seed(rows))
-    for head_dim in ROWS:
-        _check(begin, end, keys, heads, head_dim, is_deterministic)
+    for dims in TILES:
+        _check(begin, end, keys, heads, dims, is_deterministic)
 
 
 @settings(max_examples=60, deadline=None)
@@ -187,5 +188,5 @@ def test_interval_beyond_the_keys_is_refused() -> None:
 
 def test_head_dims_without_a_kernel_are_refused() -> None:
     begin, end = _full(5, 100)
-    with pytest.raises(ValueError, match=r"backward of head dims \(256, 256\), needs \(64, 64\)"):
-        _build(begin, end, 100, head_dim=256)
+    with pytest.raises(ValueError, match=r"backward of head dims \(80, 80\), needs \(64, 64\)"):
+        _build(begin, end, 100, dims=(80, 80))

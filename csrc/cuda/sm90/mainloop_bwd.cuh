@@ -11,6 +11,7 @@
 // the end dk and dv, go to global memory through the BackwardWriter, by way of shared memory.
 #pragma once
 
+#include "cuda/sm90/backward_boxes.cuh"
 #include "cuda/sm90/backward_traits.cuh"
 
 namespace splitkv::sm90 {
@@ -24,7 +25,6 @@ struct BackwardConsumer {
     static constexpr int kRowSteps = Traits::kRows / kStepK;
     static constexpr int kDqRegisters = Traits::kDqColumns / 2;
     static constexpr bool kHasRegisters = Traits::kRows == 64;  // to load lse early
-    static constexpr int kBoxRegisters = kBoxColumns / 2;
     static constexpr int kDsBarrier = 1;  // named barrier at the end of an item; 0 is __syncthreads
     static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
 
@@ -54,10 +54,8 @@ struct BackwardConsumer {
             ptx::smem_address(smem.k) + column_chunk * Traits::kKeys * kRowBytes, Traits::kKeys));
     }
 
-    SPLITKV_DEVICE int warp() const {
-        return static_cast<int>(threadIdx.x % kWarpgroupThreads) / 32;
-    }
-    SPLITKV_DEVICE int lane() const { return static_cast<int>(threadIdx.x) % 32; }
+    static SPLITKV_DEVICE int warp() { return warp_of_warpgroup(); }
+    static SPLITKV_DEVICE int lane() { return lane_of_warp(); }
 
     // Reads what consumers need of the next item, uniform over the warp; false at the end.
     SPLITKV_DEVICE bool next_work(KvTileWork* work) {
@@ -328,36 +326,18 @@ struct BackwardConsumer {
     SPLITKV_DEVICE void wait_piece_empty(int piece, uint32_t parity) const {
         ptx::mbarrier_wait(smem.piece_barriers[consumer].empty_address(piece), parity);
     }
-
-    SPLITKV_DEVICE void hand_over(uint32_t barrier) const {
-        ptx::fence_proxy_async();
-        ptx::mbarrier_arrive(barrier);
-    }
-
-    // 32 columns of an accumulator [64 rows, columns], scaled, to a box with the 128-byte swizzle.
-    // Odd rows store the column groups in another order than even ones: so the 16 lanes of a
-    // wavefront, of 4 rows, hit all banks once. In the same order they would hit half of them
-    // twice.
-    SPLITKV_DEVICE void store_box(const float* acc, float factor, uint32_t box) const {
-        constexpr int kGroups = kBoxRegisters / 4;  // of 8 columns, 2 of them in a thread
-        constexpr int kFlip = kGroups / 2;
-        const int row = warp() * 16 + lane() / 4;
-        const bool is_odd = row % 2 != 0;
-        const int unit = (lane() % 4 / 2) ^ (is_odd ? 2 * kFlip : 0);  // of 4 columns, 16 bytes
-        const uint32_t target = box + row * kRowBytes + ((unit ^ (row % 8)) << 4) + lane() % 2 * 8;
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float* even = acc + 4 * group + 2 * half;
-                const float* odd = acc + 4 * (group ^ kFlip) + 2 * half;
-                // Boxes start at multiples of 1024, so that flipping bits moves inside the row.
-                ptx::st_shared_v2_f32((target ^ (group << 5)) + half * 8 * kRowBytes,
-                                      (is_odd ? odd[0] : even[0]) * factor,
-                                      (is_odd ? odd[1] : even[1]) * factor);
-            }
-        }
-    }
 };
+
+// What a consumer warpgroup does in the kernel.
+template <typename Element, int kDimQk, int kDimV>
+SPLITKV_DEVICE void consume_backward(const BackwardKernelParams& params,
+                                     BackwardSmem<BackwardTraits<Element, kDimQk, kDimV>>& smem,
+                                     int index) {
+    using Traits = BackwardTraits<Element, kDimQk, kDimV>;
+    ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
+    BackwardConsumer<Traits> consumer(params, smem, index);
+    KvTileWork work;
+    while (consumer.next_work(&work)) consumer.run(work);
+}
 
 }  // namespace splitkv::sm90

@@ -16,18 +16,11 @@
 #include "cuda/launch.h"
 #include "cuda/sm90/backward_producer.cuh"
 #include "cuda/sm90/mainloop_bwd.cuh"
+#include "cuda/sm90/mainloop_bwd_wide.cuh"
 #include "cuda/sm90/partial_bwd.h"
 #include "cuda/tensor_map.h"
 
 namespace splitkv::sm90 {
-
-template <typename Traits>
-SPLITKV_DEVICE void consume_backward(const BackwardKernelParams& params, BackwardSmem<Traits>& smem,
-                                     int index) {
-    BackwardConsumer<Traits> consumer(params, smem, index);
-    KvTileWork work;
-    while (consumer.next_work(&work)) consumer.run(work);
-}
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
@@ -38,19 +31,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto& smem = *reinterpret_cast<BackwardSmem<Traits>*>(aligned_smem);
     const int warpgroup = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     if (threadIdx.x == 0) {
-        // Each thread arrives for itself: as fast as one for its warp, and its own reads and writes
-        // come before its arrival without further proof.
-        constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
-        smem.work_barriers.init(kConsumerThreads + kWriters);
-        smem.k_barriers.init(kConsumerThreads);
-        smem.v_barriers.init(kConsumerThreads);
-        smem.q_barriers.init(kConsumerThreads);
-        smem.dout_barriers.init(kConsumerThreads);
-        smem.ds_barriers.init(kConsumerThreads, kConsumerThreads);
-        for (int i = 0; i < Traits::kConsumers; ++i) {
-            smem.dq_barriers[i].init(kWarpgroupThreads, 1);
-            smem.piece_barriers[i].init(kWarpgroupThreads, 1);
-        }
+        smem.init_barriers();
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
@@ -64,8 +45,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
             BackwardWriter<Traits>(params, smem, 1).run();
         }
     } else {
-        ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
-        consume_backward<Traits>(params, smem, warpgroup - 1);
+        consume_backward(params, smem, warpgroup - 1);
     }
 }
 
