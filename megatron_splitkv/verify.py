@@ -27,6 +27,7 @@ import torch
 from rich.console import Console
 
 from megatron_splitkv.checks.attention_checks import check_attention
+from megatron_splitkv.checks.contract_checks import check_contract
 from megatron_splitkv.checks.op_checks import check_ops
 from megatron_splitkv.checks.processes import (
     World,
@@ -155,7 +156,10 @@ def run(args: argparse.Namespace, config: SplitKVConfig) -> int:
         transport = cp_transport(world, cp_size)
         sections: dict[str, Callable[[], list[Check]]] = {
             "ops": lambda: check_ops(world.device),
-            "attention": lambda: check_attention(world.device, transport, config),
+            "attention": lambda: [
+                *check_attention(world.device, transport, config),
+                *check_contract(world.device, transport, config),
+            ],
             "model": lambda: _check_models(transport, world.device, config),
         }
         mine: list[Check] = [_check_group(args.cp, cp_size, world)]

@@ -184,18 +184,12 @@ def _gpus() -> Iterator[Finding]:
             continue
         yield Finding(topic=topic, name=f"cuda:{index}", state="ok", found=name)
         if index == 0:
-            yield from _kernels_of(cuda, device, family)
-
-
-def _kernels_of(cuda: Any, device: object, family: str) -> Iterator[Finding]:  # noqa: ANN401
-    """What would run on a device; whether it is right is for `verify` to say."""
-    forward, both = cuda.HEAD_DIMS, cuda.trainable_head_dims(device)
-    only = [dims for dims in forward if dims not in both]
-    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in cuda.DTYPES)
-    found = f"{family}; {dtypes}; head dims (qk, v) {', '.join(map(str, both))}"
-    if only:
-        found += f"; forward alone {', '.join(map(str, only))}"
-    yield Finding(topic="GPUs", name="kernels", state="ok", found=found)
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in cuda.DTYPES)
+            dims = ", ".join(map(str, cuda.HEAD_DIMS))
+            yield Finding(
+                topic=topic, name="kernels", state="ok",
+                found=f"{family}; {dtypes}; head dims (qk, v) {dims}",
+            )  # fmt: skip
 
 
 def _transports() -> Iterator[Finding]:

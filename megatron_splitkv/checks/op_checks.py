@@ -89,8 +89,6 @@ def _check_dtype(dtype: torch.dtype, device: torch.device) -> Iterator[Check]:
         out, lse = partial_attention(q, k, v, begin, end, softmax_scale=scale, work=work)
         worst.see("out", case, out, expected.out, limits.op_limit("out", dtype, device))
         worst.see_lse(case, lse_error(lse, expected.lse), limits.lse_limit(device))
-        if not _is_trainable(case.head_dims, device):
-            continue
         gradients = _backward(case, (q, k, v, dout), expected, work)
         limit = limits.op_limit("gradient", dtype, device)
         for name, got in zip(("dq", "dk", "dv"), gradients, strict=True):
@@ -142,10 +140,6 @@ def _inputs(case: OpCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         normal(rows, heads_q, dim), normal(NUM_KEYS, heads_kv, dim),
         normal(NUM_KEYS, heads_kv, dim_v), normal(rows, heads_q, dim_v),
     )  # fmt: skip
-
-
-def _is_trainable(head_dims: tuple[int, int], device: torch.device) -> bool:
-    return device.type == "cpu" or head_dims in cuda_ops.trainable_head_dims(device)
 
 
 def _backward(

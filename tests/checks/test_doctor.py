@@ -1,6 +1,7 @@
 """`doctor` on this machine, and on machines that lack what this one has."""
 
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -31,8 +32,9 @@ def run_without(*names: str) -> tuple[int, dict[str, dict[str, str]]]:
 def test_this_machine_is_sound():
     code, found = run_without()
     assert code == 0
-    assert found["hooks"]["found"].startswith("11 of 11 names")
-    assert "of avx512 avx2 baseline" in found["CPU kernels"]["found"] or found["CPU kernels"]
+    assert re.match(r"(\d+) of \1 names", found["hooks"]["found"])
+    isa, _, isas = found["CPU kernels"]["found"].partition(";")[0].partition(" of ")
+    assert isa in isas.split()
     assert all(finding["state"] != "broken" for finding in found.values())
 
 
@@ -82,7 +84,8 @@ def test_a_hook_that_does_not_fit_is_named(monkeypatch):
     broken = [finding for finding in doctor.inspect_megatron() if finding.state == "broken"]
     assert [finding.name for finding in broken] == ["roll_tensor", "hooks"]
     assert "takes (tensor, shifts, dims), needed is (tensor, shifts" in broken[0].found
-    assert broken[1].found.startswith("10 of 11")
+    fitting, all_hooks = map(int, re.match(r"(\d+) of (\d+)", broken[1].found).groups())
+    assert fitting == all_hooks - 1
 
 
 def test_asking_about_a_hook_changes_nothing():

@@ -45,8 +45,28 @@ def with_more_traffic(q, k, v, context, **options):
     """The right result, and a row that nobody asked for."""
     from megatron_splitkv.attention import splitkv_attention
 
-    context.transport.all_gather(torch.zeros(200, 1000, dtype=torch.uint8)).wait()
+    if context.transport is not None:
+        context.transport.all_gather(torch.zeros(200, 1000, dtype=torch.uint8)).wait()
     return splitkv_attention(q, k, v, context, **options)
+
+
+def with_noise(q, k, v, context, **options):
+    """Other bits in each run, within every limit."""
+    from megatron_splitkv.attention import splitkv_attention
+
+    out, lse = splitkv_attention(q, k, v, context, **options)
+    return out, lse + 1e-7 * torch.rand_like(lse)
+
+
+def with_coarse_partials(q, k, v, context, **options):
+    """In a group, results as coarse as if partials had been rounded to bf16 more than once."""
+    from megatron_splitkv.attention import splitkv_attention
+
+    out, lse = splitkv_attention(q, k, v, context, **options)
+    if context.transport is not None and q.dtype == torch.bfloat16:
+        noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+        out = out * (1 + 1.5e-3 * noise).to(out.dtype)
+    return out, lse
 
 
 def with_scaled_op(*args, softmax_scale, **options):
@@ -83,6 +103,8 @@ FAULTS = {
     "traffic": (2, ATTENTION, with_more_traffic, {"sent / predicted"}),
     "plans": (2, "megatron_splitkv.checks.attention_checks:check_same_plan", nothing,
               {"refused where one"}),
+    "noise": (2, ATTENTION, with_noise, {"numbers that differ between runs"}),
+    "coarse": (2, ATTENTION, with_coarse_partials, {"error of out in bf16"}),
     "op-scale": (1, f"{OPS}:partial_attention", with_scaled_op, {"out", "lse", "merge"}),
     "op-gradient": (1, f"{OPS}:partial_attention_backward", with_scaled_gradient, {"dq", "dk"}),
     "op-mask": (1, f"{OPS}:partial_attention", without_last_key, {"out", "worst row"}),
@@ -119,7 +141,7 @@ def test_a_fault_is_found_and_named(name: str, tmp_path: Path) -> None:
     failures = [check["name"] for check in checks if not check["is_ok"]]
     for part in named:
         assert any(part in failure for failure in failures), (part, failures)
-    if name in ("traffic", "plans", "op-merge"):  # these leave all results right
+    if name in ("traffic", "plans", "noise", "coarse", "op-merge"):  # these leave all results right
         assert not any(failure.startswith(("out", "lse", "dq")) for failure in failures)
 
 

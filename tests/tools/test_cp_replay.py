@@ -72,6 +72,31 @@ def test_ranks_that_start_other_collectives_are_refused():
         simulate([[work(1)], [Start(bytes_to=(0, 0))]], LINK)
 
 
+def test_the_recorder_tells_kernels_from_the_rest_and_counts_calls():
+    recorder = Recorder(CPU)
+    with recorder:
+        torch.zeros(3).add_(1).mul_(2)
+    assert recorder.num_calls == 3
+    (only,) = recorder.trace()
+    assert only.kernel_ms == 0 and only.other_ms > 0
+    with recorder:
+        torch.zeros(3)
+    assert recorder.num_calls == 1
+
+
+def test_rows_that_are_made_up_take_no_time_of_the_rank(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("cp_replay.time.perf_counter", lambda: float(next(clock)))
+    recorder = Recorder(CPU)
+    transport = ReplayTransport(rank=0, size=2, recorder=recorder)
+    with recorder:  # marks: in, start, made up, other, wait, out
+        received = transport.exchange(torch.ones(4, 8, dtype=torch.uint8), [1, 3], [0, 5]).wait()
+    assert received.shape == (5, 8)
+    assert recorder.trace() == [
+        work(0, 1000.0), Start(bytes_to=(0, 24)), work(0, 2000.0), Wait(index=0), work(0, 1000.0),
+    ]  # fmt: skip
+
+
 def test_median_of_runs():
     traces = [[work(ms, 2 * ms), Wait(index=0)] for ms in (1.0, 9.0, 2.0)]
     assert median_trace(traces) == [work(2.0, 4.0), Wait(index=0)]
