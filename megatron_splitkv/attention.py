@@ -209,8 +209,8 @@ class _KeysValues(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def zero_gradients(self) -> "_KeysValues":
-        return _KeysValues(*(torch.zeros_like(x, dtype=torch.float32) for x in self))
+    def empty_gradients(self) -> "_KeysValues":
+        return _KeysValues(*(torch.empty_like(x, dtype=torch.float32) for x in self))
 
     def to(self, dtype: torch.dtype) -> "_KeysValues":
         return _KeysValues(self.k.to(dtype), self.v.to(dtype))
@@ -285,32 +285,38 @@ def _backward(
 ) -> tuple[Tensor, _KeysValues, _KeysValues | None]:
     """Returns dq of the own rows, and the gradients of the local keys and of the blocks, fp32."""
     layout = call.layout
-    dkeys = keys.zero_gradients()
-    dblock = None if block is None else block.zero_gradients()
+    dkeys = keys.empty_gradients()  # written by the own rows, then added to
+    dblock = None if block is None else block.empty_gradients()
     sent = [rows.dout, rows.lse, rows.delta] + ([] if kept_queries else [rows.q])
     sent_format = RowFormat(tuple((tensor.shape[1:], tensor.dtype) for tensor in sent))
     dq_format = call.partial_format(rows.q, rows.q.shape[2], has_lse=False)
     kept = iter(kept_queries)
 
     def attend(
-        part: _BackwardRows, to: _KeysValues, seen: KeyIntervals, gradients: _KeysValues
+        part: _BackwardRows,
+        to: _KeysValues,
+        seen: KeyIntervals,
+        gradients: _KeysValues,
+        *,
+        accumulate: bool,
     ) -> Tensor:
         return partial_attention_backward(
             part.dout, part.q, to.k, to.v, part.lse, part.delta, seen.begin, seen.end, *gradients,
-            softmax_scale=call.softmax_scale, work=call.context.work_on(seen),
+            softmax_scale=call.softmax_scale, accumulate=accumulate,
+            work=call.context.work_on(seen),
         )  # fmt: skip
 
     def attend_own() -> Tensor:
-        dq = attend(rows, keys, layout.own, dkeys)
+        dq = attend(rows, keys, layout.own, dkeys, accumulate=False)
         if block is not None and dblock is not None and layout.block is not None:
-            dq.add_(attend(rows, block, layout.block, dblock))
+            dq.add_(attend(rows, block, layout.block, dblock, accumulate=False))
         return dq
 
     def attend_gathered(stage: ExchangeStage, packed: Tensor) -> Tensor:
         dout, lse, delta, *queries = sent_format.unpack(packed)
         q = queries[0] if queries else next(kept)
         part = _BackwardRows(dout=dout, q=q, lse=lse, delta=delta)
-        return dq_format.pack(attend(part, keys, stage.intervals, dkeys))
+        return dq_format.pack(attend(part, keys, stage.intervals, dkeys, accumulate=True))
 
     def add(dq: Tensor, stage: ExchangeStage, packed: Tensor) -> None:
         part = dq_format.unpack(packed)
