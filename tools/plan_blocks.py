@@ -74,7 +74,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--tolerance",
         type=float,
-        default=0.01,
+        default=0.001,
         metavar="F",
         help="accepted cost imbalance before whole documents are cut, max/mean - 1 in [0, 1] "
         "(default: %(default)s)",

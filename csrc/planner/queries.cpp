@@ -1,7 +1,6 @@
 #include "planner/queries.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "common/check.h"
@@ -44,7 +43,7 @@ __int128 rows_per_key(const QuerySpec& spec, size_t doc, int64_t len) {
 // Tokens, rows, and rows times keys must fit: they bound every sum and product of the closed forms.
 void check_counts(const std::vector<int64_t>& doc_lens, const std::vector<int64_t>& padded_lens,
                   const QuerySpec& spec) {
-    constexpr __int128 kLimit = std::numeric_limits<int64_t>::max();
+    constexpr __int128 kLimit = kMaxCount;
     __int128 tokens = 0, rows = 0, pairs = 0;
     for (size_t doc = 0; doc < doc_lens.size(); ++doc) {
         const __int128 seeing = rows_per_key(spec, doc, doc_lens[doc]);
@@ -52,11 +51,11 @@ void check_counts(const std::vector<int64_t>& doc_lens, const std::vector<int64_
         rows += seeing;
         SPLITKV_CHECK(tokens <= kLimit && rows <= kLimit, "document ", doc, " of ",
                       padded_lens[doc],
-                      " tokens brings the tokens or query rows of the pack beyond 64 bits; "
+                      " tokens brings the tokens or query rows of the pack beyond 2^61; "
                       "plan a smaller pack");
         pairs += seeing * doc_lens[doc];
         SPLITKV_CHECK(pairs <= kLimit, "document ", doc, " of ", doc_lens[doc],
-                      " tokens brings query rows times keys of the pack beyond 64 bits; "
+                      " tokens brings query rows times keys of the pack beyond 2^61; "
                       "plan shorter documents or a smaller pack");
     }
 }
@@ -65,6 +64,11 @@ void check_anchors(const std::vector<int64_t>& doc_lens, const QuerySpec& spec) 
     SPLITKV_CHECK(spec.anchor_ptr.size() == doc_lens.size() + 1, "anchors are given for ",
                   static_cast<int64_t>(spec.anchor_ptr.size()) - 1, " documents, but there are ",
                   doc_lens.size(), "; give one list for each document (it may be empty)");
+    SPLITKV_CHECK(
+        spec.anchor_ptr.front() == 0 &&
+            spec.anchor_ptr.back() == static_cast<int64_t>(spec.anchor_positions.size()) &&
+            std::is_sorted(spec.anchor_ptr.begin(), spec.anchor_ptr.end()),
+        "anchor_ptr must ascend from 0 to the number of anchors, ", spec.anchor_positions.size());
     for (size_t doc = 0; doc < doc_lens.size(); ++doc) {
         int64_t previous = 0;
         for (int64_t i = spec.anchor_ptr[doc]; i < spec.anchor_ptr[doc + 1]; ++i) {
@@ -89,6 +93,9 @@ QueryModel::QueryModel(std::vector<int64_t> doc_lens, std::vector<int64_t> padde
                       " has length ", doc_lens_[doc], " and padded length ", padded_lens_[doc],
                       "; lengths are not negative and padding only adds tokens");
     }
+    const bool has_size = spec_.kind == QueryKind::kWindow || !is_self_attention();
+    SPLITKV_CHECK(!has_size || spec_.size >= 1, "size=", spec_.size,
+                  " of a query spec must be at least 1");
     if (spec_.kind == QueryKind::kAnchors) check_anchors(doc_lens_, spec_);
     check_counts(doc_lens_, padded_lens_, spec_);
     kv_starts_ = prefix_sums(padded_lens_);

@@ -19,6 +19,9 @@ struct Range {
     bool empty() const { return begin >= end; }
 };
 
+// Limit of tokens, rows, and rows times keys: sums and differences of a few of them stay in int64.
+constexpr int64_t kMaxCount = (int64_t{1} << 61) - 1;
+
 struct QuerySpec {
     QueryKind kind;
     int64_t size;  // window: keys a row sees; suffix: rows; anchors: rows an anchor
@@ -27,7 +30,7 @@ struct QuerySpec {
 };
 
 // All methods are exact in int64: the constructor throws for packs whose query rows times keys
-// leave it. Ranges are inside one document, counted from its first row or key.
+// reach kMaxCount. Ranges are inside one document, counted from its first row or key.
 class QueryModel {
   public:
     QueryModel(std::vector<int64_t> doc_lens, std::vector<int64_t> padded_lens, QuerySpec spec);

@@ -1,7 +1,7 @@
 """Planning in plain integers: documents -> KV blocks -> costs -> placement. Never imports torch."""
 
 from megatron_splitkv.plan.exchange import RowExchange, plan_exchange
-from megatron_splitkv.plan.plan import Plan, make_plan, plan_from_json
+from megatron_splitkv.plan.plan import Machine, Plan, make_plan, plan_from_json
 from megatron_splitkv.plan.queries import (
     Anchors,
     Causal,
@@ -16,6 +16,7 @@ __all__ = [
     "Anchors",
     "Causal",
     "Full",
+    "Machine",
     "Plan",
     "Queries",
     "RowExchange",

@@ -32,7 +32,14 @@ def whole_number(name: str, value: SupportsIndex) -> int:
 
 def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
     """`whole_number` of each value."""
-    return tuple(whole_number(name, value) for value in values)
+    values = tuple(values)
+    try:
+        numbers = tuple(map(index, values))
+    except TypeError:
+        numbers = ()
+    if len(numbers) < len(values) or max(map(abs, numbers), default=0) > INT64_MAX:
+        return tuple(whole_number(name, value) for value in values)  # names the bad one
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)

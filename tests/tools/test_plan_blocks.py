@@ -91,7 +91,7 @@ def test_kv_heads_weigh_in_the_ring_alone(option, num_heads_kv):
     ],
 )
 def test_masks(option, queries):
-    plan = make_plan([700, 300], 2, queries=queries)
+    plan = make_plan([700, 300], 2, queries=queries, tolerance=0.001)
     assert figures("--lengths", "700,300", "--cp", "2", *option)["fingerprint"] == plan.fingerprint
 
 
@@ -139,11 +139,7 @@ def test_short_packs(lengths):
         ),
         (
             ("--lengths", "5,5000000000", "--cp", "4"),
-            "document 1 of 5000000000 tokens brings query rows times keys of the pack beyond 64",
-        ),
-        (
-            ("--lengths", "1000000000000", "--cp", "4", "--suffix", "8"),
-            "block_size=512 cuts 1000000000000 tokens into more than 4194304 blocks",
+            "document 1 of 5000000000 tokens brings query rows times keys of the pack beyond 2^61",
         ),
         (
             ("--lengths", "5", "--cp", "2", "--heads", "32/5"),
