@@ -1,16 +1,13 @@
 #include "planner/assign.h"
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
 #include <tuple>
 #include <utility>
 
 #include "common/check.h"
 #include "planner/exchange.h"
-#include "planner/level.h"
-#include "planner/spread.h"
-#include "planner/whole.h"
+#include "planner/place.h"
 
 namespace splitkv::planner {
 namespace {
@@ -49,109 +46,6 @@ std::vector<Item> all_items(const QueryModel& model) {
     return items;
 }
 
-std::vector<int64_t> slack_of(const std::vector<Budget>& budgets, int64_t tolerance) {
-    std::vector<int64_t> slack(budgets.size());
-    for (size_t i = 0; i < budgets.size(); ++i) {
-        slack[i] = fraction_of(std::max<int64_t>(budgets[i].cost, 0), tolerance, kTolerance);
-    }
-    return slack;
-}
-
-// Items to place, the dearest first, and bins (ranks, or nodes of them) of as many tokens.
-struct Task {
-    std::vector<Item> items;
-    size_t num_long;  // of the items: those that fit no bin
-    Company others;   // what the other items cost
-    std::vector<Budget> budgets;
-    std::vector<int64_t> slack;
-};
-
-std::vector<Item> dearest_first(const std::vector<Item>& items) {
-    std::vector<std::pair<int64_t, int64_t>> order(items.size());
-    for (size_t i = 0; i < items.size(); ++i) order[i] = {-items[i].cost, i};
-    std::sort(order.begin(), order.end());
-    std::vector<Item> sorted;
-    sorted.reserve(items.size());
-    for (const auto& [cost, i] : order) sorted.push_back(items[i]);
-    return sorted;
-}
-
-Task make_task(const std::vector<Item>& unsorted, std::vector<Budget> budgets, int64_t tolerance) {
-    std::vector<Item> items = dearest_first(unsorted);
-    std::vector<int64_t> slack = slack_of(budgets, tolerance);
-    Budget largest = {0, 0};
-    for (size_t i = 0; i < budgets.size(); ++i) {
-        largest.tokens = std::max(largest.tokens, budgets[i].tokens);
-        largest.cost = std::max(largest.cost, budgets[i].cost + slack[i]);
-    }
-    const auto others =
-        std::stable_partition(items.begin(), items.end(), [&largest](const Item& item) {
-            return item.piece.tokens() > largest.tokens || item.cost > largest.cost;
-        });
-    Company company = {0, 0};
-    for (auto item = others; item != items.end(); ++item) {
-        company.cost += item->cost;
-        company.tokens += item->piece.tokens();
-    }
-    const size_t num_long = others - items.begin();
-    return {std::move(items), num_long, company, std::move(budgets), std::move(slack)};
-}
-
-// The three steps.
-Placement place(const QueryModel& model, const Task& task, const Company& company,
-                int64_t block_size) {
-    std::vector<Budget> budgets = task.budgets;
-    Placement placement(budgets.size());
-    std::vector<SplitItem> split;
-    // The longest comes last, when it finds what the others left.
-    for (size_t i = task.num_long; i > 0; --i) {
-        split.push_back(share_out(task.items[i - 1], company, budgets));
-    }
-    const std::vector<Item> left =
-        place_whole(task.items, task.num_long, task.slack, budgets, placement);
-    fill_up(left, budgets, split);
-    cut_items(model, std::move(split), {block_size, task.slack}, budgets, placement);
-    level(model, task.slack, budgets, placement);
-    return placement;
-}
-
-// What a placement misses of the balance, and rows that its bins attend with.
-struct Score {
-    __int128 excess;
-    __int128 rows;
-    bool operator<(const Score& other) const {
-        return std::tie(excess, rows) < std::tie(other.excess, other.rows);
-    }
-};
-
-Score score(const QueryModel& model, const Task& task, const Placement& placement) {
-    Score found = {0, 0};
-    std::vector<Run> runs;
-    for (size_t bin = 0; bin < placement.size(); ++bin) {
-        int64_t cost = 0;
-        for (const Piece& piece : placement[bin]) {
-            cost += model.pairs_in(piece.doc, {piece.begin, piece.end});
-            runs.push_back({static_cast<int64_t>(bin), piece.doc, piece.begin, piece.end});
-        }
-        const int64_t excess = cost - task.budgets[bin].cost - task.slack[bin];
-        found.excess = std::max<__int128>(found.excess, excess);
-    }
-    for (const auto& ranges : needed_rows(model, runs, static_cast<int64_t>(placement.size()))) {
-        for (const Range& rows : ranges) found.rows += rows.end - rows.begin;
-    }
-    return found;
-}
-
-// Long documents keep to the fewest ranks, whatever will fill these up; or they leave each rank
-// room for documents of half the average density. The better of the two.
-Placement best_placement(const QueryModel& model, const Task& task, int64_t block_size) {
-    Placement narrow = place(model, task, {0, 1}, block_size);
-    if (task.num_long == 0 || task.others.tokens == 0) return narrow;
-    Placement wide = place(model, task, {task.others.cost / 2, task.others.tokens}, block_size);
-    const bool is_wide_better = score(model, task, wide) < score(model, task, narrow);
-    return is_wide_better ? std::move(wide) : std::move(narrow);
-}
-
 std::vector<Item> items_of(const QueryModel& model, const std::vector<Piece>& pieces) {
     std::vector<Item> items;
     for (const Piece& piece : pieces) {
@@ -180,7 +74,8 @@ std::vector<Run> place_on_ranks(const QueryModel& model, const std::vector<Item>
     const int64_t per_node = options.ranks_per_node;
     const int64_t num_nodes = options.cp_size / per_node;
     // What the two levels miss adds up.
-    const int64_t tolerance = num_nodes == 1 ? options.tolerance : options.tolerance / 2;
+    const PlaceOptions place_options = {options.block_size,
+                                        num_nodes == 1 ? options.tolerance : options.tolerance / 2};
     std::vector<std::vector<Item>> items_on(num_nodes);
     if (num_nodes > 1) {
         std::vector<Budget> nodes(num_nodes, Budget{0, 0});
@@ -188,8 +83,7 @@ std::vector<Run> place_on_ranks(const QueryModel& model, const std::vector<Item>
             nodes[rank / per_node].tokens += budgets[rank].tokens;
             nodes[rank / per_node].cost += budgets[rank].cost;
         }
-        const Placement placement =
-            best_placement(model, make_task(items, nodes, tolerance), options.block_size);
+        const Placement placement = place_items(model, items, nodes, place_options);
         for (int64_t node = 0; node < num_nodes; ++node) {
             items_on[node] = items_of(model, placement[node]);
         }
@@ -197,9 +91,9 @@ std::vector<Run> place_on_ranks(const QueryModel& model, const std::vector<Item>
     std::vector<Run> runs;
     for (int64_t node = 0; node < num_nodes; ++node) {
         const auto first = budgets.begin() + node * per_node;
-        const Task task = make_task(num_nodes == 1 ? items : items_on[node],
-                                    std::vector<Budget>(first, first + per_node), tolerance);
-        Placement placement = best_placement(model, task, options.block_size);
+        Placement placement =
+            place_items(model, num_nodes == 1 ? items : items_on[node],
+                        std::vector<Budget>(first, first + per_node), place_options);
         for (int64_t rank = 0; rank < per_node; ++rank) {
             add_runs(node * per_node + rank, placement[rank], runs);
         }

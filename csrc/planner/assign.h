@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "planner/pieces.h"
 #include "planner/queries.h"
 
 namespace splitkv::planner {
@@ -18,9 +19,6 @@ struct Run {
 
 // Ranks that are planned for: the counts of rows are a matrix over them.
 constexpr int64_t kMaxRanks = int64_t{1} << 14;
-
-// Unit of the tolerance, so that no decision is made in floating point.
-constexpr int64_t kTolerance = 1000000000;
 
 struct AssignOptions {
     int64_t cp_size;
@@ -40,7 +38,7 @@ struct Assignment {
 // Places every KV token exactly once. Each rank gets floor(T / cp) tokens, the first T % cp ranks
 // one more, and a share of the cost in proportion to its speed.
 //
-// Three steps: documents that fit stay whole (whole.h), the others are cut over the fewest ranks
+// Three steps (place.h): documents that fit stay whole (whole.h), the others are cut over few ranks
 // (spread.h), and swaps level what is left (level.h). With several nodes the three place documents
 // on nodes first, and then inside each node. Where rows and runs cost, the placement is made again
 // with what they cost on each rank taken off its budget, and the best one is kept.

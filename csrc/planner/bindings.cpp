@@ -21,10 +21,11 @@ QueryKind parse_kind(const std::string& name) {
     if (name == "causal") return QueryKind::kCausal;
     if (name == "window") return QueryKind::kWindow;
     if (name == "full") return QueryKind::kFull;
+    if (name == "prefix") return QueryKind::kPrefix;
     if (name == "suffix") return QueryKind::kSuffix;
     if (name == "anchors") return QueryKind::kAnchors;
     SPLITKV_CHECK(false, "query spec '", name,
-                  "' is unknown; use causal, window, full, suffix or anchors");
+                  "' is unknown; use causal, window, full, prefix, suffix or anchors");
     return QueryKind::kCausal;
 }
 

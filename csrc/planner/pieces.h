@@ -30,6 +30,9 @@ struct Budget {
     int64_t cost;
 };
 
+// Unit of a tolerance, so that no decision is made in floating point.
+constexpr int64_t kTolerance = 1000000000;
+
 // Pieces of each rank.
 using Placement = std::vector<std::vector<Piece>>;
 

@@ -81,6 +81,16 @@ void check_anchors(const std::vector<int64_t>& doc_lens, const QuerySpec& spec) 
     }
 }
 
+void check_prefixes(const std::vector<int64_t>& doc_lens, const QuerySpec& spec) {
+    SPLITKV_CHECK(spec.anchor_positions.size() == doc_lens.size(), "prefixes are given for ",
+                  spec.anchor_positions.size(), " documents, but there are ", doc_lens.size());
+    for (size_t doc = 0; doc < doc_lens.size(); ++doc) {
+        const int64_t prefix = spec.anchor_positions[doc];
+        SPLITKV_CHECK(prefix >= 0 && prefix <= doc_lens[doc], "prefix ", prefix, " of document ",
+                      doc, " must lie in [0, ", doc_lens[doc], "]");
+    }
+}
+
 }  // namespace
 
 QueryModel::QueryModel(std::vector<int64_t> doc_lens, std::vector<int64_t> padded_lens,
@@ -97,6 +107,7 @@ QueryModel::QueryModel(std::vector<int64_t> doc_lens, std::vector<int64_t> padde
     SPLITKV_CHECK(!has_size || spec_.size >= 1, "size=", spec_.size,
                   " of a query spec must be at least 1");
     if (spec_.kind == QueryKind::kAnchors) check_anchors(doc_lens_, spec_);
+    if (spec_.kind == QueryKind::kPrefix) check_prefixes(doc_lens_, spec_);
     check_counts(doc_lens_, padded_lens_, spec_);
     kv_starts_ = prefix_sums(padded_lens_);
     if (spec_.kind == QueryKind::kAnchors) anchor_sums_ = prefix_sums(spec_.anchor_positions);
@@ -132,6 +143,8 @@ Range QueryModel::visible_keys(int64_t doc, int64_t row) const {
             return {0, len};
         case QueryKind::kWindow:
             return {std::max<int64_t>(0, row - spec_.size + 1), row + 1};
+        case QueryKind::kPrefix:
+            return {0, std::max(row + 1, spec_.anchor_positions[doc])};
         case QueryKind::kCausal:
             return {0, row + 1};
     }
@@ -146,6 +159,10 @@ int64_t QueryModel::pairs_before(int64_t doc, int64_t x) const {
             return falling_sum(len, x);
         case QueryKind::kFull:
             return len * x;
+        case QueryKind::kPrefix: {
+            const int64_t flat = std::min(x, spec_.anchor_positions[doc]);
+            return len * flat + falling_sum(len - flat, x - flat);
+        }
         case QueryKind::kWindow:
         case QueryKind::kSuffix:
             return banded_pairs_before(len, spec_.size, x);
@@ -174,6 +191,8 @@ Range QueryModel::rows_seeing(int64_t doc, Range keys) const {
             return {keys.begin, len};
         case QueryKind::kFull:
             return {0, len};
+        case QueryKind::kPrefix:
+            return {keys.begin < spec_.anchor_positions[doc] ? 0 : keys.begin, len};
         case QueryKind::kWindow:
             return {keys.begin, std::min(len, keys.end - 1 + std::min(spec_.size, len))};
         case QueryKind::kSuffix: {

@@ -10,7 +10,7 @@
 
 namespace splitkv::planner {
 
-enum class QueryKind { kCausal, kWindow, kFull, kSuffix, kAnchors };
+enum class QueryKind { kCausal, kWindow, kFull, kPrefix, kSuffix, kAnchors };
 
 // Half-open range of KV positions or of query rows.
 struct Range {
@@ -26,7 +26,8 @@ struct QuerySpec {
     QueryKind kind;
     int64_t size;  // window: keys a row sees; suffix: rows; anchors: rows an anchor
     std::vector<int64_t> anchor_ptr;        // anchors only: CSR over documents, [num_docs + 1]
-    std::vector<int64_t> anchor_positions;  // anchors only: ascending inside a document
+    std::vector<int64_t> anchor_positions;  // anchors: ascending inside a document; prefix: its
+                                            // length in each document, [num_docs]
 };
 
 // All methods are exact in int64: the constructor throws for packs whose query rows times keys

@@ -86,12 +86,12 @@ class Remainder {
 // Ranks whose cost per token lies farthest from the item's come first, while both ends are there.
 void order_by_extremes(const Item& item, std::vector<Share>& shares) {
     const auto density = [](int64_t cost, int64_t tokens) {
-        return (static_cast<__int128>(cost) << 16) / tokens;
+        return static_cast<__int128>(cost) * 65536 / tokens;
     };
     const __int128 mean = density(item.cost, item.piece.tokens());
     const auto distance = [&](const Share& share) {
         const __int128 away = density(share.cost, share.tokens) - mean;
-        return (away < 0 ? -away : away) >> 16;
+        return (away < 0 ? -away : away) / 65536;
     };
     std::stable_sort(shares.begin(), shares.end(),
                      [&](const Share& a, const Share& b) { return distance(a) > distance(b); });

@@ -16,6 +16,7 @@ from megatron_splitkv.plan.queries import (
     Anchors,
     Causal,
     Full,
+    Prefix,
     Queries,
     Suffix,
     Window,
@@ -137,6 +138,8 @@ class Plan:
         queries = self.queries
         if isinstance(queries, Anchors):
             queries = Anchors(queries.positions * times, queries.rows_per_anchor)
+        elif isinstance(queries, Prefix):
+            queries = Prefix(queries.lengths * times)
         doc_step = np.asarray([0, len(self.doc_lens), 0, 0], dtype=np.int64)
         copies = np.concatenate([self.runs + copy * doc_step for copy in range(times)])
         return Plan(
@@ -338,6 +341,8 @@ def _parse(data: dict[str, Any]) -> Queries:
             return Full()
         case "window":
             return Window(data["size"])
+        case "prefix":
+            return Prefix(tuple(data["lengths"]))
         case "suffix":
             return Suffix(data["num_rows"])
         case "anchors":
