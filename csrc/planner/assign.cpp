@@ -69,31 +69,53 @@ void add_runs(int64_t rank, std::vector<Piece>& pieces, std::vector<Run>& runs) 
     }
 }
 
+// What a rank, or a node of ranks, is to take.
+struct Demand {
+    std::vector<Budget> budgets;
+    std::vector<int64_t> overhead;  // of rows and runs, taken off the budgets
+};
+
+// Sums over nodes of consecutive ranks.
+Demand of_nodes(const Demand& ranks, int64_t ranks_per_node) {
+    const size_t num_nodes = ranks.budgets.size() / ranks_per_node;
+    Demand nodes = {std::vector<Budget>(num_nodes, Budget{0, 0}),
+                    std::vector<int64_t>(num_nodes, 0)};
+    for (size_t rank = 0; rank < ranks.budgets.size(); ++rank) {
+        const size_t node = rank / ranks_per_node;
+        nodes.budgets[node].tokens += ranks.budgets[rank].tokens;
+        nodes.budgets[node].cost += ranks.budgets[rank].cost;
+        nodes.overhead[node] += ranks.overhead[rank];
+    }
+    return nodes;
+}
+
+// What the ranks from `first` on are to take.
+Demand of_ranks(const Demand& ranks, int64_t first, int64_t count) {
+    return {{ranks.budgets.begin() + first, ranks.budgets.begin() + first + count},
+            {ranks.overhead.begin() + first, ranks.overhead.begin() + first + count}};
+}
+
 std::vector<Run> place_on_ranks(const QueryModel& model, const std::vector<Item>& items,
-                                const std::vector<Budget>& budgets, const AssignOptions& options) {
+                                const Demand& demand, const AssignOptions& options) {
     const int64_t per_node = options.ranks_per_node;
     const int64_t num_nodes = options.cp_size / per_node;
     // What the two levels miss adds up.
-    const PlaceOptions place_options = {options.block_size,
-                                        num_nodes == 1 ? options.tolerance : options.tolerance / 2};
+    const int64_t tolerance = num_nodes == 1 ? options.tolerance : options.tolerance / 2;
+    const auto place = [&](const std::vector<Item>& part, const Demand& bins) {
+        return place_items(model, part, bins.budgets,
+                           {options.block_size, tolerance, bins.overhead});
+    };
     std::vector<std::vector<Item>> items_on(num_nodes);
     if (num_nodes > 1) {
-        std::vector<Budget> nodes(num_nodes, Budget{0, 0});
-        for (int64_t rank = 0; rank < options.cp_size; ++rank) {
-            nodes[rank / per_node].tokens += budgets[rank].tokens;
-            nodes[rank / per_node].cost += budgets[rank].cost;
-        }
-        const Placement placement = place_items(model, items, nodes, place_options);
+        const Placement placement = place(items, of_nodes(demand, per_node));
         for (int64_t node = 0; node < num_nodes; ++node) {
             items_on[node] = items_of(model, placement[node]);
         }
     }
     std::vector<Run> runs;
     for (int64_t node = 0; node < num_nodes; ++node) {
-        const auto first = budgets.begin() + node * per_node;
-        Placement placement =
-            place_items(model, num_nodes == 1 ? items : items_on[node],
-                        std::vector<Budget>(first, first + per_node), place_options);
+        Placement placement = place(num_nodes == 1 ? items : items_on[node],
+                                    of_ranks(demand, node * per_node, per_node));
         for (int64_t rank = 0; rank < per_node; ++rank) {
             add_runs(node * per_node + rank, placement[rank], runs);
         }
@@ -172,12 +194,12 @@ Assignment assign_blocks(const QueryModel& model, const AssignOptions& options) 
     for (int round = 0; round < kRounds; ++round) {
         const int64_t all_extra = std::accumulate(extra.begin(), extra.end(), int64_t{0});
         const std::vector<int64_t> share = targets(total + all_extra, options);
-        std::vector<Budget> budgets(cp_size);
+        Demand demand = {{}, extra};
         for (int64_t rank = 0; rank < cp_size; ++rank) {
-            budgets[rank] = {num_tokens / cp_size + (rank < num_tokens % cp_size ? 1 : 0),
-                             share[rank] - extra[rank]};
+            const int64_t tokens = num_tokens / cp_size + (rank < num_tokens % cp_size ? 1 : 0);
+            demand.budgets.push_back({tokens, share[rank] - extra[rank]});
         }
-        Assignment found = {place_on_ranks(model, items, budgets, options), {}};
+        Assignment found = {place_on_ranks(model, items, demand, options), {}};
         found.costs = rank_costs(model, found.runs, cp_size);
         extra = overheads(model, found.runs, options);
         const __int128 time = slowest(found.costs, extra, options);

@@ -18,7 +18,7 @@ struct Run {
 };
 
 // Ranks that are planned for: the counts of rows are a matrix over them.
-constexpr int64_t kMaxRanks = int64_t{1} << 14;
+constexpr int64_t kMaxRanks = int64_t{1} << 12;
 
 struct AssignOptions {
     int64_t cp_size;

@@ -1,20 +1,23 @@
 #include "planner/level.h"
 
 #include <algorithm>
+#include <set>
 #include <tuple>
+#include <utility>
 
 namespace splitkv::planner {
 namespace {
 
-constexpr int64_t kSwapsPerRank = 4;
+constexpr size_t kSwapsPerRank = 4;
 constexpr size_t kPiecesTried = 6;  // of each of the two ranks, from the dearest to the cheapest
 
-// `tokens` keys from the front of piece `dear` of one rank against as many from the back of piece
-// `cheap` of the other.
+// `tokens` keys of piece `dear` of one rank, from key `offset` on, against as many from the back of
+// piece `cheap` of the other.
 struct Swap {
     size_t dear;
     size_t cheap;
     int64_t rows;  // query rows that come to travel, at most
+    int64_t offset;
     int64_t tokens;
     int64_t gain;  // cost that changes sides
 };
@@ -51,8 +54,9 @@ class Exchange {
     Exchange(const QueryModel& model, const Piece& dear, const Piece& cheap)
         : model_(model), dear_(dear), cheap_(cheap) {}
 
-    int64_t gain(int64_t tokens) const {
-        return model_.pairs_in(dear_.doc, {dear_.begin, dear_.begin + tokens}) -
+    int64_t gain(int64_t tokens, int64_t offset = 0) const {
+        const int64_t begin = dear_.begin + offset;
+        return model_.pairs_in(dear_.doc, {begin, begin + tokens}) -
                model_.pairs_in(cheap_.doc, {cheap_.end - tokens, cheap_.end});
     }
 
@@ -61,14 +65,29 @@ class Exchange {
         return static_cast<__int128>(gain(1)) * std::min(dear_.tokens(), cheap_.tokens());
     }
 
-    // The fewest tokens whose gain is closest to `wanted`. The gain first rises, then falls.
-    int64_t tokens_for(int64_t wanted) const {
+    // Sets tokens, offset and gain to what comes closest to `wanted`: the fewest keys from the
+    // front that gain as much, or, where that misses by more than `good`, as many keys farther
+    // back.
+    void aim(int64_t wanted, int64_t good, Swap& swap) const {
         const int64_t most = std::min(dear_.tokens(), cheap_.tokens());
+        // The gain first rises with the tokens, then falls.
         const int64_t peak = first(0, most, [this](int64_t n) { return gain(n + 1) <= gain(n); });
-        const int64_t enough =
-            first(0, peak, [this, wanted](int64_t n) { return gain(n) >= wanted; });
-        if (enough == 0 || gain(enough) < wanted) return enough;
-        return gain(enough) - wanted < wanted - gain(enough - 1) ? enough : enough - 1;
+        int64_t tokens = first(0, peak, [this, wanted](int64_t n) { return gain(n) >= wanted; });
+        int64_t offset = 0;
+        const int64_t beyond = gain(tokens) - wanted;
+        if (tokens > 1 && beyond > good && wanted - gain(tokens - 1) <= good) {
+            --tokens;
+        } else if (beyond > good) {
+            offset = first(0, dear_.tokens() - tokens,
+                           [&](int64_t i) { return gain(tokens, i) <= wanted; });
+            const bool is_too_far =
+                offset > 0 && wanted - gain(tokens, offset) > gain(tokens, offset - 1) - wanted;
+            // Where no key farther back is worth something, the front may still be.
+            if (is_too_far || gain(tokens, offset) <= 0) offset = std::max<int64_t>(offset - 1, 0);
+        }
+        swap.tokens = tokens;
+        swap.offset = offset;
+        swap.gain = gain(tokens, offset);
     }
 
   private:
@@ -108,7 +127,7 @@ std::vector<Swap> possible_swaps(const QueryModel& model, const std::vector<Piec
     for (const size_t i : dear) {
         const int64_t dear_rows = rows(above[i], below);
         for (size_t j = 0; j < cheap.size(); ++j) {
-            swaps.push_back({i, cheap[j], dear_rows + cheap_rows[j], 0, 0});
+            swaps.push_back({i, cheap[j], dear_rows + cheap_rows[j], 0, 0, 0});
         }
     }
     std::sort(swaps.begin(), swaps.end(), [](const Swap& a, const Swap& b) {
@@ -122,12 +141,11 @@ std::vector<Swap> possible_swaps(const QueryModel& model, const std::vector<Piec
 Swap best_swap(const QueryModel& model, const std::vector<Piece>& above,
                const std::vector<Piece>& below, int64_t excess, int64_t deficit, int64_t good) {
     const int64_t wanted = std::min(excess, deficit);
-    Swap best = {0, 0, 0, 0, 0};
+    Swap best = {0, 0, 0, 0, 0, 0};
     for (Swap& swap : possible_swaps(model, above, below)) {
         const Exchange exchange(model, above[swap.dear], below[swap.cheap]);
         if (exchange.most_gain() <= best.gain) continue;
-        swap.tokens = exchange.tokens_for(wanted);
-        swap.gain = exchange.gain(swap.tokens);
+        exchange.aim(wanted, good, swap);
         if (wanted - good <= swap.gain && swap.gain <= wanted + good) return swap;
         // More than wanted is worse only where the two ranks would change places.
         if (swap.gain > best.gain && swap.gain < excess + deficit) best = swap;
@@ -138,12 +156,15 @@ Swap best_swap(const QueryModel& model, const std::vector<Piece>& above,
 void apply(const Swap& swap, std::vector<Piece>& above, std::vector<Piece>& below) {
     Piece& dear = above[swap.dear];
     Piece& cheap = below[swap.cheap];
-    const Piece given = {dear.doc, dear.begin, dear.begin + swap.tokens};
+    const int64_t begin = dear.begin + swap.offset;
+    const Piece given = {dear.doc, begin, begin + swap.tokens};
     const Piece taken = {cheap.doc, cheap.end - swap.tokens, cheap.end};
-    dear.begin += swap.tokens;
+    const Piece before = {dear.doc, dear.begin, begin};
+    dear.begin = given.end;
     cheap.end -= swap.tokens;
     if (dear.tokens() == 0) above.erase(above.begin() + static_cast<std::ptrdiff_t>(swap.dear));
     if (cheap.tokens() == 0) below.erase(below.begin() + static_cast<std::ptrdiff_t>(swap.cheap));
+    if (before.tokens() > 0) above.push_back(before);
     above.push_back(taken);
     below.push_back(given);
 }
@@ -152,19 +173,21 @@ void apply(const Swap& swap, std::vector<Piece>& above, std::vector<Piece>& belo
 
 void level(const QueryModel& model, const std::vector<int64_t>& slack, std::vector<Budget>& budgets,
            Placement& placement) {
-    const int64_t num_ranks = static_cast<int64_t>(budgets.size());
-    for (int64_t i = 0; i < kSwapsPerRank * num_ranks; ++i) {
-        const auto [low, high] =
-            std::minmax_element(budgets.begin(), budgets.end(),
-                                [](const Budget& a, const Budget& b) { return a.cost < b.cost; });
-        const size_t above = low - budgets.begin(), below = high - budgets.begin();
-        if (-low->cost <= slack[above] || high->cost <= 0) return;
-        const Swap swap = best_swap(model, placement[above], placement[below], -low->cost,
-                                    high->cost, slack[above] / 2);
+    // Ranks by what they may still cost: those farthest above their budgets first.
+    std::set<std::pair<int64_t, size_t>> order;
+    for (size_t rank = 0; rank < budgets.size(); ++rank) order.insert({budgets[rank].cost, rank});
+    for (size_t i = 0; i < kSwapsPerRank * budgets.size(); ++i) {
+        const auto [excess, above] = *order.begin();
+        const auto [deficit, below] = *order.rbegin();
+        if (-excess <= slack[above] || deficit <= 0) return;
+        const Swap swap = best_swap(model, placement[above], placement[below], -excess, deficit,
+                                    slack[above] / 2);
         if (swap.tokens == 0) return;
         apply(swap, placement[above], placement[below]);
+        for (const size_t rank : {above, below}) order.erase({budgets[rank].cost, rank});
         budgets[above].cost += swap.gain;
         budgets[below].cost -= swap.gain;
+        for (const size_t rank : {above, below}) order.insert({budgets[rank].cost, rank});
     }
 }
 

@@ -107,14 +107,16 @@ std::vector<SplitItem> share_out_long(const Task& task, Order order, std::vector
 }
 
 // The three steps.
-Placement place(const QueryModel& model, const Task& task, Order order, int64_t block_size) {
+Placement place(const QueryModel& model, const Task& task, Order order,
+                const PlaceOptions& options) {
     std::vector<Budget> budgets = task.budgets;
     Placement placement(budgets.size());
     std::vector<SplitItem> split = share_out_long(task, order, budgets);
     const std::vector<Item> left =
         place_whole(task.items, task.num_long, task.slack, budgets, placement);
     fill_up(left, budgets, split);
-    cut_items(model, std::move(split), {block_size, task.slack}, budgets, placement);
+    cut_items(model, std::move(split), {options.block_size, task.slack, options.overhead}, budgets,
+              placement);
     level(model, task.slack, budgets, placement);
     return placement;
 }
@@ -151,9 +153,9 @@ Score score(const QueryModel& model, const Task& task, const Placement& placemen
 Placement place_items(const QueryModel& model, const std::vector<Item>& items,
                       const std::vector<Budget>& budgets, const PlaceOptions& options) {
     const Task task = make_task(items, budgets, options.tolerance);
-    Placement shortest = place(model, task, Order::kShortestFirst, options.block_size);
+    Placement shortest = place(model, task, Order::kShortestFirst, options);
     if (task.num_long == 0 || task.items.size() == 1) return shortest;
-    Placement dense = place(model, task, Order::kDenseFirst, options.block_size);
+    Placement dense = place(model, task, Order::kDenseFirst, options);
     const bool is_dense_better = score(model, task, dense) < score(model, task, shortest);
     return is_dense_better ? std::move(dense) : std::move(shortest);
 }

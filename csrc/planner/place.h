@@ -11,6 +11,7 @@ namespace splitkv::planner {
 struct PlaceOptions {
     int64_t block_size;  // documents are cut at its multiples where balance allows
     int64_t tolerance;   // accepted share of a bin's cost beyond its budget, of 1 / kTolerance
+    std::vector<int64_t> overhead;  // what was taken off each bin's budget for rows and runs
 };
 
 // Places items on bins (ranks, or nodes of them) whose tokens sum to those of the items. Documents

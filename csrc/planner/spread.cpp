@@ -83,23 +83,30 @@ class Remainder {
     Piece piece_;
 };
 
-// Ranks whose cost per token lies farthest from the item's come first, while both ends are there.
-void order_by_extremes(const Item& item, std::vector<Share>& shares) {
-    const auto density = [](int64_t cost, int64_t tokens) {
-        return static_cast<__int128>(cost) * 65536 / tokens;
-    };
-    const __int128 mean = density(item.cost, item.piece.tokens());
+// Ranks whose cost per token, with their overhead, lies farthest from the mean come first, while
+// both ends are there.
+void order_by_extremes(const CutOptions& options, std::vector<Share>& shares) {
+    const auto density = [](__int128 cost, __int128 tokens) { return cost * 65536 / tokens; };
+    __int128 cost = 0, tokens = 0;
+    for (const Share& share : shares) {
+        cost += share.cost + options.overhead[share.rank];
+        tokens += share.tokens;
+    }
+    const __int128 mean = density(cost, tokens);
     const auto distance = [&](const Share& share) {
-        const __int128 away = density(share.cost, share.tokens) - mean;
+        const __int128 with_overhead = __int128{share.cost} + options.overhead[share.rank];
+        const __int128 away = density(with_overhead, share.tokens) - mean;
         return (away < 0 ? -away : away) / 65536;
     };
-    std::stable_sort(shares.begin(), shares.end(),
-                     [&](const Share& a, const Share& b) { return distance(a) > distance(b); });
+    std::sort(shares.begin(), shares.end(), [&](const Share& a, const Share& b) {
+        const __int128 distance_a = distance(a), distance_b = distance(b);
+        return distance_a != distance_b ? distance_a > distance_b : a.rank < b.rank;
+    });
 }
 
 void cut_item(const QueryModel& model, SplitItem& split, const CutOptions& options,
               std::vector<Budget>& budgets, Placement& placement) {
-    order_by_extremes(split.item, split.shares);
+    order_by_extremes(options, split.shares);
     Remainder remainder(model, split.item.piece);
     int64_t cost_left = split.item.cost, asked = 0;
     for (const Share& share : split.shares) asked += share.cost;
@@ -153,6 +160,11 @@ SplitItem share_out(const Item& item, const Company& company, std::vector<Budget
         const int64_t more = std::min(tokens_left, ranks[i].tokens - split.shares[i].tokens);
         split.shares[i].tokens += more;
         tokens_left -= more;
+    }
+    for (Share& share : split.shares) {
+        if (share.tokens > 0) continue;
+        cost_left += share.cost;
+        share.cost = 0;
     }
     split.shares.front().cost += cost_left;
     for (const Share& share : split.shares) {

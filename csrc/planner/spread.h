@@ -37,8 +37,9 @@ void fill_up(const std::vector<Item>& items, std::vector<Budget>& budgets,
              std::vector<SplitItem>& split);
 
 struct CutOptions {
-    int64_t block_size;                 // cuts fall on its multiples where balance allows
-    const std::vector<int64_t>& slack;  // accepted cost beyond a rank's target, for each rank
+    int64_t block_size;                    // cuts fall on its multiples where balance allows
+    const std::vector<int64_t>& slack;     // accepted cost beyond a rank's target, for each rank
+    const std::vector<int64_t>& overhead;  // what was taken off a rank's budget for rows and runs
 };
 
 // Cuts the items, cheapest first, at the keys that meet the shares: each rank takes keys from the

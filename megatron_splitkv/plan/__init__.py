@@ -1,5 +1,6 @@
 """Planning in plain integers: documents -> KV blocks -> costs -> placement. Never imports torch."""
 
+from megatron_splitkv.plan.cache import PlanCache
 from megatron_splitkv.plan.exchange import RowExchange, plan_exchange
 from megatron_splitkv.plan.plan import Machine, Plan, make_plan, plan_from_json
 from megatron_splitkv.plan.queries import (
@@ -19,6 +20,7 @@ __all__ = [
     "Full",
     "Machine",
     "Plan",
+    "PlanCache",
     "Prefix",
     "Queries",
     "RowExchange",

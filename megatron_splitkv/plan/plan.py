@@ -105,6 +105,16 @@ class Plan:
         return tuple(counts.tolist())
 
     @property
+    def nbytes(self) -> int:
+        """About what the plan holds, in bytes: its runs, and 8 for each other number."""
+        numbers = 2 * len(self.doc_lens) + 2 * self.cp_size
+        if isinstance(self.queries, Anchors):
+            numbers += sum(map(len, self.queries.positions))
+        elif isinstance(self.queries, Prefix):
+            numbers += len(self.queries.lengths)
+        return self.runs.nbytes + 8 * numbers
+
+    @property
     def is_self_attention(self) -> bool:
         """Whether query rows and KV rows are the same tokens."""
         return is_self_attention(self.queries)

@@ -33,6 +33,7 @@ class Calibration:
         pair_ns: time of a visible query-key pair, all heads together.
         row_ns: time of a query row beside its pairs.
         run_ns: time of a run of keys beside its pairs.
+        base_ns: time of a layer beside all that.
         worst_error: largest relative difference between the fit and a measured time.
         link_gb_per_s: what a rank sends in 10^9 bytes a second, as given: it is not measured here.
         link_latency_us: time before the first byte of one stage, as given.
@@ -47,6 +48,7 @@ class Calibration:
     pair_ns: float
     row_ns: float
     run_ns: float
+    base_ns: float
     worst_error: float
     link_gb_per_s: float
     link_latency_us: float
@@ -55,7 +57,7 @@ class Calibration:
     def __post_init__(self) -> None:
         for name in ("pair_ns", "link_gb_per_s"):
             _check_number(name, getattr(self, name), is_zero_allowed=False)
-        for name in ("row_ns", "run_ns", "worst_error", "link_latency_us"):
+        for name in ("row_ns", "run_ns", "base_ns", "worst_error", "link_latency_us"):
             _check_number(name, getattr(self, name), is_zero_allowed=True)
 
     @property
@@ -70,11 +72,13 @@ class Calibration:
         return json.dumps(asdict(self), indent=1)
 
 
-def _check_number(name: str, value: Any, *, is_zero_allowed: bool) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0.0 <= value < math.inf or (value == 0 and not is_zero_allowed):
-        least = "at least 0" if is_zero_allowed else "above 0"
-        raise ValueError(f"calibration: {name}={value!r} must be a number {least}")
+def _check_number(name: str, value: object, *, is_zero_allowed: bool) -> None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        is_zero = value == 0 and is_zero_allowed
+        if is_zero or 0.0 < value < math.inf:
+            return
+    least = "at least 0" if is_zero_allowed else "above 0"
+    raise ValueError(f"calibration: {name}={value!r} must be a number {least}")
 
 
 def calibration_from_json(text: str) -> Calibration:
@@ -165,7 +169,7 @@ def predict_layer(
             + num_runs[rank] * calibration.run_ns
         )
         slowness = max(rank_speeds) / rank_speeds[rank] if rank_speeds else 1.0
-        compute.append(nanoseconds * heads * slowness / 1e3)
+        compute.append((nanoseconds * heads + calibration.base_ns) * slowness / 1e3)
         # A link carries both directions at once.
         largest = max(
             int(sent[rank]) * bytes_out + int(received[rank]) * bytes_back,

@@ -79,9 +79,9 @@ def test_packs_of_many_blocks_are_planned():
     assert len(plan.runs) <= 16
 
 
-@pytest.mark.parametrize("cp_size", [(1 << 14) + 1, 1 << 40])
+@pytest.mark.parametrize("cp_size", [(1 << 12) + 1, 1 << 40])
 def test_more_ranks_than_are_counted_are_refused(cp_size):
-    message = f"cp_size={cp_size} must be at least 1 and at most 16384"
+    message = f"cp_size={cp_size} must be at least 1 and at most 4096"
     with pytest.raises(ValueError, match=message):
         make_plan([9], cp_size)
 

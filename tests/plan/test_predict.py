@@ -19,8 +19,8 @@ from megatron_splitkv.plan.report import AttentionShape
 SHAPE = AttentionShape(num_heads_q=4, head_dim_qk=64, head_dim_v=64, dtype="bf16")
 CALIBRATION = Calibration(
     device="made up", dtype="bf16", head_dim=64, num_heads_q=2, num_heads_kv=2, pair_ns=0.01,
-    row_ns=2.0, run_ns=30.0, worst_error=0.0, link_gb_per_s=10.0, link_latency_us=1.0,
-    source="by hand",
+    row_ns=2.0, run_ns=30.0, base_ns=500.0, worst_error=0.0, link_gb_per_s=10.0,
+    link_latency_us=1.0, source="by hand",
 )  # fmt: skip
 
 
@@ -32,10 +32,9 @@ def test_prediction_by_hand():
     found = predict_layer(plan, SHAPE, config, CALIBRATION)
     # Rank 0 attends with all 256 rows, 128 of them from rank 1; rank 1 with 192, 64 from rank 0.
     pairs = 256 * 257 // 2 // 2
-    computed = [pairs * 0.01 + 256 * 2.0 + 2 * 30.0, pairs * 0.01 + 192 * 2.0 + 30.0]
     assert sum(plan.costs) == 2 * pairs
     computed = [
-        2 * (cost * 0.01 + rows * 2.0 + runs * 30.0) / 1e3
+        (2 * (cost * 0.01 + rows * 2.0 + runs * 30.0) + 500.0) / 1e3
         for cost, rows, runs in zip(plan.costs, (256, 192), (2, 1), strict=True)
     ]
     assert found.compute_us == pytest.approx(max(computed))

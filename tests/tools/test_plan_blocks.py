@@ -294,8 +294,8 @@ def test_the_plot_is_a_picture(tmp_path):
 def write_calibration(path: Path, **changes) -> str:
     fields = dict(
         device="made up", dtype="bf16", head_dim=128, num_heads_q=32, num_heads_kv=8, pair_ns=1e-3,
-        row_ns=0.5, run_ns=10.0, worst_error=0.1, link_gb_per_s=400.0, link_latency_us=10.0,
-        source="by hand",
+        row_ns=0.5, run_ns=10.0, base_ns=0.0, worst_error=0.1, link_gb_per_s=400.0,
+        link_latency_us=10.0, source="by hand",
     )  # fmt: skip
     path.write_text(json.dumps(fields | changes))
     return str(path)
