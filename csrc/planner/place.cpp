@@ -7,6 +7,7 @@
 #include "planner/assign.h"
 #include "planner/exchange.h"
 #include "planner/level.h"
+#include "planner/sort.h"
 #include "planner/spread.h"
 #include "planner/whole.h"
 
@@ -38,9 +39,11 @@ struct Task {
 };
 
 std::vector<Item> dearest_first(const std::vector<Item>& items) {
-    std::vector<std::pair<int64_t, int64_t>> order(items.size());
-    for (size_t i = 0; i < items.size(); ++i) order[i] = {-items[i].cost, i};
-    std::sort(order.begin(), order.end());
+    int64_t dearest = 0;
+    for (const Item& item : items) dearest = std::max(dearest, item.cost);
+    std::vector<Keyed> order(items.size());
+    for (size_t i = 0; i < items.size(); ++i) order[i] = {dearest - items[i].cost, i};
+    sort_by_key(order);
     std::vector<Item> sorted;
     sorted.reserve(items.size());
     for (const auto& [cost, i] : order) sorted.push_back(items[i]);
