@@ -65,11 +65,11 @@ def test_rows_go_exactly_where_they_see_a_key(pack, cp_size, block_size):
 
 
 @settings(max_examples=100, deadline=None)
-@given(packs("cwf"), st.integers(1, 5), st.data())
+@given(packs("cwfp"), st.integers(1, 5), st.data())
 def test_another_mask_over_the_same_placement(pack, cp_size, data):
     lens, padded, queries = pack
     plan = make_plan(lens, cp_size, queries=queries, padded_lens=padded, block_size=3)
-    other: Queries = data.draw(query_specs(lens, "cwf"))
+    other: Queries = data.draw(query_specs(lens, "cwfp"))
     mask, owner = plan_mask(plan, other), owner_of_tokens(plan)
     sees = np.stack([mask[:, owner == rank].any(axis=1) for rank in range(cp_size)], axis=1)
     check_exchange(plan_exchange(plan, other), owner, sees)
