@@ -8,6 +8,7 @@ vertices also split a block's pairs by query block; the balance is that of split
 
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -132,10 +133,16 @@ def kahypar_ranks(graph: BlockHypergraph, cp_size: int, tolerance: float) -> lis
     return [hypergraph.blockID(block) for block in range(len(graph.blocks))]
 
 
+@cache
+def _one_thread() -> object:
+    """Mt-KaHyPar's library object, which a process may make once."""
+    return import_module("mtkahypar").initialize(1)
+
+
 def mt_kahypar_ranks(graph: BlockHypergraph, cp_size: int, tolerance: float) -> list[int]:
     """Rank of each block, by Mt-KaHyPar on one thread (Gottesbueren et al. 2024)."""
     mtkahypar: Any = import_module("mtkahypar")
-    library = mtkahypar.initialize(1)
+    library: Any = _one_thread()
     mtkahypar.set_seed(SEED)
     context = library.context_from_preset(mtkahypar.PresetType.DEFAULT)
     context.set_partitioning_parameters(cp_size, tolerance, mtkahypar.Objective.KM1)
