@@ -9,7 +9,7 @@ namespace splitkv::planner {
 namespace {
 
 constexpr size_t kSwapsPerRank = 4;
-constexpr size_t kPiecesTried = 6;  // of each of the two ranks, from the dearest to the cheapest
+constexpr size_t kPiecesTried = 5;  // of each of the two ranks, from the dearest to the cheapest
 
 // `tokens` keys of piece `dear` of one rank, from key `offset` on, against as many from the back of
 // piece `cheap` of the other.
