@@ -12,7 +12,17 @@ if TYPE_CHECKING:
     from megatron_splitkv.config import SplitKVConfig
     from megatron_splitkv.errors import UnsupportedError
     from megatron_splitkv.layout import ShardLayout, build_layout, shard_rows, unshard_rows
-    from megatron_splitkv.plan import Anchors, Causal, Full, Plan, Suffix, Window, make_plan
+    from megatron_splitkv.plan import (
+        Anchors,
+        Causal,
+        Full,
+        Machine,
+        Plan,
+        Prefix,
+        Suffix,
+        Window,
+        make_plan,
+    )
 
 __version__ = "0.1.0"
 
@@ -20,7 +30,9 @@ __all__ = [
     "Anchors",
     "Causal",
     "Full",
+    "Machine",
     "Plan",
+    "Prefix",
     "ShardLayout",
     "SplitKVConfig",
     "SplitKVContext",
@@ -39,7 +51,17 @@ _NAMES_OF_ROOM = {
     "config": ("SplitKVConfig",),
     "errors": ("UnsupportedError",),
     "layout": ("ShardLayout", "build_layout", "shard_rows", "unshard_rows"),
-    "plan": ("Anchors", "Causal", "Full", "Plan", "Suffix", "Window", "make_plan"),
+    "plan": (
+        "Anchors",
+        "Causal",
+        "Full",
+        "Machine",
+        "Plan",
+        "Prefix",
+        "Suffix",
+        "Window",
+        "make_plan",
+    ),
 }
 _ROOM_OF_NAME = {name: room for room, names in _NAMES_OF_ROOM.items() for name in names}
 

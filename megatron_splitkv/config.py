@@ -16,9 +16,9 @@ class SplitKVConfig:
     """Settings of Split-KV that hold for a whole run.
 
     Attributes:
-        block_size: KV tokens of one planner block, a multiple of 64; None takes the largest power
-            of two up to 512 that leaves each rank at least 16 blocks, or smaller ones while the
-            cost misses `balance_tolerance`, down to 64 tokens or 128 blocks a rank.
+        block_size: KV tokens of one planner block, a multiple of 64: documents are cut at its
+            multiples where the balance allows. None takes the largest power of two up to 512 that
+            leaves each rank at least 16 blocks.
         num_stages: upper bound on the number of exchanges that the other ranks' query rows are cut
             into; a group of cp ranks uses `min(num_stages, cp - 1)`. More stages mean smaller
             buffers and more overlap, and more collectives.
@@ -43,7 +43,7 @@ class SplitKVConfig:
     partial_dtype: str = "auto"
     transport: str = "auto"
     keep_queries: bool = False
-    balance_tolerance: float = 0.01
+    balance_tolerance: float = 0.001
     check_plan: str = "first"
     mtp_normalization: str = "global"
 
@@ -61,7 +61,7 @@ class SplitKVConfig:
         _check_choice("transport", self.transport, TRANSPORTS)
         if not 0.0 <= self.balance_tolerance <= 1.0:
             raise ValueError(
-                f"balance_tolerance={self.balance_tolerance} must lie in [0, 1]; 0.01 is 1 %"
+                f"balance_tolerance={self.balance_tolerance} must lie in [0, 1]; 0.001 is 0.1 %"
             )
         _check_choice("check_plan", self.check_plan, ("first", "always"))
         _check_choice("mtp_normalization", self.mtp_normalization, ("global", "megatron"))

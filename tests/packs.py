@@ -14,6 +14,7 @@ from megatron_splitkv.plan import (
     Causal,
     Full,
     Plan,
+    Prefix,
     Queries,
     Suffix,
     Window,
@@ -31,6 +32,8 @@ def _document_mask(queries: Queries, doc: int, length: int, padded: int) -> np.n
             seen = (keys <= rows) & (keys > rows - size)
         case Full():
             seen = np.ones((length, length), dtype=bool)
+        case Prefix(lengths=lengths):
+            seen = (keys <= rows) | (keys < lengths[doc])
         case Suffix(num_rows=num_rows):
             seen = (keys <= rows)[max(0, length - num_rows) :]
         case Anchors(positions=positions, rows_per_anchor=size):
@@ -111,12 +114,14 @@ def document_lengths(max_docs: int = 6, max_length: int = 40) -> st.SearchStrate
 
 
 @st.composite
-def query_specs(draw: st.DrawFn, doc_lens: Sequence[int], kinds: str = "cwfsa") -> Queries:
+def query_specs(draw: st.DrawFn, doc_lens: Sequence[int], kinds: str = "cwfpsa") -> Queries:
     """A spec for these documents; `kinds` holds first letters of the kinds to draw from."""
     kind = draw(st.sampled_from(kinds))
     longest = max([1, *doc_lens])
     if kind == "w":
         return Window(draw(st.integers(1, longest + 2)))
+    if kind == "p":
+        return Prefix(tuple(draw(st.integers(0, length)) for length in doc_lens))
     if kind == "s":
         return Suffix(draw(st.integers(1, longest + 2)))
     if kind == "a":
@@ -129,7 +134,7 @@ def query_specs(draw: st.DrawFn, doc_lens: Sequence[int], kinds: str = "cwfsa") 
 
 @st.composite
 def packs(
-    draw: st.DrawFn, kinds: str = "cwfsa", *, max_length: int = 40
+    draw: st.DrawFn, kinds: str = "cwfpsa", *, max_length: int = 40
 ) -> tuple[list[int], list[int], Queries]:
     """Document lengths, padded lengths and a spec."""
     lens = draw(document_lengths(max_length=max_length))

@@ -32,7 +32,7 @@ from cp_measure import Measurement, measure_real, measure_replay
 from cp_replay import Link
 from cp_report import Line, markdown, print_lines
 from cp_workloads import WORKLOADS, Workload
-from plan_blocks import parse_heads, parse_lengths
+from plan_options import parse_heads, parse_lengths
 
 from megatron_splitkv.checks.processes import World, choose_device, cp_transport, join_world
 from megatron_splitkv.config import PARTIAL_DTYPES, SplitKVConfig

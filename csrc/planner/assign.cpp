@@ -1,168 +1,216 @@
 #include "planner/assign.h"
 
 #include <algorithm>
-#include <queue>
+#include <numeric>
 #include <tuple>
+#include <utility>
 
 #include "common/check.h"
+#include "planner/exchange.h"
+#include "planner/place.h"
 
 namespace splitkv::planner {
 namespace {
 
-// A whole document or one block of it, still to be placed.
-struct Item {
-    int64_t cost;
-    int64_t doc;
-    int64_t begin;
-    int64_t end;
-    bool is_whole;
-};
+constexpr int kRounds = 4;  // placements made for the overheads of rows and runs
 
-struct RankState {
-    int64_t load;
-    int64_t rank;
-    int64_t free_tokens;
-    bool operator>(const RankState& other) const {
-        return std::tie(load, rank) > std::tie(other.load, other.rank);
+void check_options(const AssignOptions& options) {
+    SPLITKV_CHECK(options.cp_size >= 1 && options.cp_size <= kMaxRanks, "cp_size=", options.cp_size,
+                  " must be at least 1 and at most ", kMaxRanks);
+    SPLITKV_CHECK(options.block_size >= 1 && options.block_size <= INT32_MAX,
+                  "block_size=", options.block_size, " must be at least 1 token and fit 31 bits");
+    SPLITKV_CHECK(options.tolerance >= 0 && options.tolerance <= kTolerance,
+                  "tolerance=", options.tolerance, " must lie in [0, ", kTolerance, "]");
+    SPLITKV_CHECK(options.ranks_per_node >= 1 && options.cp_size % options.ranks_per_node == 0,
+                  "ranks_per_node=", options.ranks_per_node,
+                  " must divide cp_size=", options.cp_size);
+    SPLITKV_CHECK(options.row_cost >= 0 && options.run_cost >= 0, "row_cost=", options.row_cost,
+                  " and run_cost=", options.run_cost, " must be at least 0 pairs");
+    SPLITKV_CHECK(
+        options.speed.empty() || static_cast<int64_t>(options.speed.size()) == options.cp_size,
+        "speeds are given for ", options.speed.size(), " ranks, but cp_size=", options.cp_size);
+    for (const int64_t speed : options.speed) {
+        SPLITKV_CHECK(speed >= 1 && speed <= INT32_MAX, "speed ", speed,
+                      " of a rank must be at least 1 and fit 31 bits");
     }
-};
+}
 
-// Documents of at most `whole_tokens` become one item, longer ones are cut into blocks. Whole
-// documents come first, because the small blocks level whatever loads and gaps they leave.
-std::vector<Item> make_items(const QueryModel& model, int64_t block_size, int64_t whole_tokens) {
+std::vector<Item> all_items(const QueryModel& model) {
     std::vector<Item> items;
+    items.reserve(model.num_docs());
     for (int64_t doc = 0; doc < model.num_docs(); ++doc) {
-        const int64_t length = model.padded_len(doc);
-        const int64_t step = length <= whole_tokens ? length : block_size;
-        for (int64_t begin = 0; begin < length;) {
-            const int64_t end = begin + std::min(step, length - begin);
-            items.push_back({model.pairs_in(doc, {begin, end}), doc, begin, end, step == length});
-            begin = end;
-        }
+        if (model.padded_len(doc) == 0) continue;
+        const Piece piece = {doc, 0, model.padded_len(doc)};
+        items.push_back({piece, model.pairs_in(doc, {piece.begin, piece.end})});
     }
-    std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
-        return std::tie(b.is_whole, b.cost) < std::tie(a.is_whole, a.cost);
-    });
     return items;
 }
 
-// Ranks by load. A rank leaves for good when its token cap is reached.
-class RankHeap {
-  public:
-    RankHeap(int64_t num_tokens, int64_t cp_size) {
-        for (int64_t rank = 0; rank < cp_size; ++rank) {
-            push({0, rank, num_tokens / cp_size + (rank < num_tokens % cp_size ? 1 : 0)});
-        }
+std::vector<Item> items_of(const QueryModel& model, const std::vector<Piece>& pieces) {
+    std::vector<Item> items;
+    for (const Piece& piece : pieces) {
+        items.push_back({piece, model.pairs_in(piece.doc, {piece.begin, piece.end})});
     }
+    return items;
+}
 
-    // Takes the least loaded rank with room for `tokens`, else the least loaded one with any room.
-    RankState take(int64_t tokens) {
-        std::vector<RankState> too_full;
-        while (!heap_.empty() && heap_.top().free_tokens < tokens) {
-            too_full.push_back(heap_.top());
-            heap_.pop();
-        }
-        RankState taken;
-        if (heap_.empty()) {
-            taken = too_full.front();
-            too_full.erase(too_full.begin());
+void add_runs(int64_t rank, std::vector<Piece>& pieces, std::vector<Run>& runs) {
+    std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
+        return std::tie(a.doc, a.begin) < std::tie(b.doc, b.begin);
+    });
+    for (const Piece& piece : pieces) {
+        Run* last = runs.empty() ? nullptr : &runs.back();
+        if (last != nullptr && last->rank == rank && last->doc == piece.doc &&
+            last->end == piece.begin) {
+            last->end = piece.end;
         } else {
-            taken = heap_.top();
-            heap_.pop();
+            runs.push_back({rank, piece.doc, piece.begin, piece.end});
         }
-        for (const RankState& state : too_full) heap_.push(state);
-        return taken;
     }
+}
 
-    void push(const RankState& state) {
-        if (state.free_tokens > 0) heap_.push(state);
-    }
-
-  private:
-    std::priority_queue<RankState, std::vector<RankState>, std::greater<RankState>> heap_;
+// What a rank, or a node of ranks, is to take.
+struct Demand {
+    std::vector<Budget> budgets;
+    std::vector<int64_t> overhead;  // of rows and runs, taken off the budgets
 };
 
-std::vector<Run> place(const QueryModel& model, const std::vector<Item>& items, int64_t cp_size) {
+// Sums over nodes of consecutive ranks.
+Demand of_nodes(const Demand& ranks, int64_t ranks_per_node) {
+    const size_t num_nodes = ranks.budgets.size() / ranks_per_node;
+    Demand nodes = {std::vector<Budget>(num_nodes, Budget{0, 0}),
+                    std::vector<int64_t>(num_nodes, 0)};
+    for (size_t rank = 0; rank < ranks.budgets.size(); ++rank) {
+        const size_t node = rank / ranks_per_node;
+        nodes.budgets[node].tokens += ranks.budgets[rank].tokens;
+        nodes.budgets[node].cost += ranks.budgets[rank].cost;
+        nodes.overhead[node] += ranks.overhead[rank];
+    }
+    return nodes;
+}
+
+// What the ranks from `first` on are to take.
+Demand of_ranks(const Demand& ranks, int64_t first, int64_t count) {
+    return {{ranks.budgets.begin() + first, ranks.budgets.begin() + first + count},
+            {ranks.overhead.begin() + first, ranks.overhead.begin() + first + count}};
+}
+
+std::vector<Run> place_on_ranks(const QueryModel& model, const std::vector<Item>& items,
+                                const Demand& demand, const AssignOptions& options) {
+    const int64_t per_node = options.ranks_per_node;
+    const int64_t num_nodes = options.cp_size / per_node;
+    // What the two levels miss adds up.
+    const int64_t tolerance = num_nodes == 1 ? options.tolerance : options.tolerance / 2;
+    const auto place = [&](const std::vector<Item>& part, const Demand& bins) {
+        return place_items(model, part, bins.budgets,
+                           {options.block_size, tolerance, bins.overhead});
+    };
+    std::vector<std::vector<Item>> items_on(num_nodes);
+    if (num_nodes > 1) {
+        const Placement placement = place(items, of_nodes(demand, per_node));
+        for (int64_t node = 0; node < num_nodes; ++node) {
+            items_on[node] = items_of(model, placement[node]);
+        }
+    }
     std::vector<Run> runs;
-    runs.reserve(items.size() + cp_size);
-    RankHeap ranks(model.num_tokens(), cp_size);
-    for (const Item& item : items) {
-        int64_t begin = item.begin;
-        while (begin < item.end) {  // more than one turn only where a cap cuts the item
-            RankState state = ranks.take(item.end - begin);
-            const int64_t end = std::min(item.end, begin + state.free_tokens);
-            runs.push_back({state.rank, item.doc, begin, end});
-            state.load += model.pairs_in(item.doc, {begin, end});
-            state.free_tokens -= end - begin;
-            ranks.push(state);
-            begin = end;
+    for (int64_t node = 0; node < num_nodes; ++node) {
+        Placement placement = place(num_nodes == 1 ? items : items_on[node],
+                                    of_ranks(demand, node * per_node, per_node));
+        for (int64_t rank = 0; rank < per_node; ++rank) {
+            add_runs(node * per_node + rank, placement[rank], runs);
         }
     }
     return runs;
 }
 
-void check_num_blocks(int64_t num_tokens, int64_t block_size) {
-    int64_t enough = block_size;
-    while (num_tokens / enough > kMaxBlocks) enough *= 2;
-    SPLITKV_CHECK(enough == block_size, "block_size=", block_size, " cuts ", num_tokens,
-                  " tokens into more than ", kMaxBlocks,
-                  " blocks, the most that are planned; use block_size=", enough);
+// All that rows and runs may cost must fit beside the pairs.
+void check_overheads(const QueryModel& model, const AssignOptions& options) {
+    const __int128 rows = static_cast<__int128>(options.row_cost) * model.num_rows();
+    const __int128 runs = static_cast<__int128>(options.run_cost) * model.num_tokens();
+    SPLITKV_CHECK(rows <= (kMaxCount - runs) / options.cp_size, "row_cost=", options.row_cost,
+                  " and run_cost=", options.run_cost,
+                  " pairs bring the cost of this pack beyond 2^61; use smaller ones");
 }
 
-std::vector<Run> join_adjacent(std::vector<Run> runs) {
-    std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) {
-        return std::tie(a.rank, a.doc, a.begin) < std::tie(b.rank, b.doc, b.begin);
-    });
-    std::vector<Run> joined;
-    for (const Run& run : runs) {
-        if (!joined.empty() && joined.back().rank == run.rank && joined.back().doc == run.doc &&
-            joined.back().end == run.begin) {
-            joined.back().end = run.end;
-        } else {
-            joined.push_back(run);
+// What rows and runs cost each rank, in pairs.
+std::vector<int64_t> overheads(const QueryModel& model, const std::vector<Run>& runs,
+                               const AssignOptions& options) {
+    std::vector<int64_t> costs(options.cp_size, 0);
+    if (options.row_cost > 0) {
+        const RowSets needed = needed_rows(model, runs, options.cp_size);
+        for (int64_t rank = 0; rank < options.cp_size; ++rank) {
+            for (const Range& rows : needed[rank]) {
+                costs[rank] += options.row_cost * (rows.end - rows.begin);
+            }
         }
     }
-    return joined;
+    for (const Run& run : runs) costs[run.rank] += options.run_cost;
+    return costs;
+}
+
+// Cost of each rank's share of `total`, in proportion to its speed.
+std::vector<int64_t> targets(int64_t total, const AssignOptions& options) {
+    const int64_t all = options.speed.empty() ? options.cp_size
+                                              : std::accumulate(options.speed.begin(),
+                                                                options.speed.end(), int64_t{0});
+    std::vector<int64_t> costs(options.cp_size);
+    for (int64_t rank = 0; rank < options.cp_size; ++rank) {
+        costs[rank] = fraction_of(total, options.speed.empty() ? 1 : options.speed[rank], all);
+    }
+    return costs;
+}
+
+// Time of the slowest rank: its cost over its speed, in pairs at the mean speed.
+__int128 slowest(const std::vector<int64_t>& costs, const std::vector<int64_t>& extra,
+                 const AssignOptions& options) {
+    __int128 worst = 0;
+    for (size_t rank = 0; rank < costs.size(); ++rank) {
+        const __int128 scaled = static_cast<__int128>(costs[rank] + extra[rank]) << 31;
+        worst = std::max(worst, scaled / (options.speed.empty() ? 1 : options.speed[rank]));
+    }
+    return worst;
 }
 
 }  // namespace
 
 std::vector<int64_t> rank_costs(const QueryModel& model, const std::vector<Run>& runs,
                                 int64_t cp_size) {
+    check_runs(model, runs, cp_size);
     std::vector<int64_t> costs(cp_size, 0);
-    for (const Run& run : runs) {
-        costs[run.rank] += model.pairs_in(run.doc, {run.begin, run.end});
-    }
+    for (const Run& run : runs) costs[run.rank] += model.pairs_in(run.doc, {run.begin, run.end});
     return costs;
 }
 
-std::vector<Run> assign_blocks(const QueryModel& model, const AssignOptions& options) {
-    SPLITKV_CHECK(options.cp_size >= 1, "cp_size=", options.cp_size, " must be at least 1");
-    SPLITKV_CHECK(options.block_size >= 1, "block_size=", options.block_size,
-                  " must be at least 1 token");
-    check_num_blocks(model.num_tokens(), options.block_size);
+Assignment assign_blocks(const QueryModel& model, const AssignOptions& options) {
+    check_options(options);
+    check_overheads(model, options);
+    const std::vector<Item> items = all_items(model);
     int64_t total = 0;
-    for (int64_t doc = 0; doc < model.num_docs(); ++doc) {
-        total += model.pairs_before(doc, model.len(doc));
-    }
-    const double accepted = (1.0 + options.tolerance) * total / options.cp_size;
-    int64_t whole_tokens =
-        model.num_tokens() / options.cp_size + (model.num_tokens() % options.cp_size != 0 ? 1 : 0);
-    int64_t best_cost = -1;
-    std::vector<Run> best;
-    while (true) {
-        if (whole_tokens <= options.block_size) whole_tokens = 0;
-        std::vector<Run> runs =
-            place(model, make_items(model, options.block_size, whole_tokens), options.cp_size);
-        const std::vector<int64_t> costs = rank_costs(model, runs, options.cp_size);
-        const int64_t cost = *std::max_element(costs.begin(), costs.end());
-        if (best_cost < 0 || cost < best_cost) {
-            best_cost = cost;
-            best = std::move(runs);
+    for (const Item& item : items) total += item.cost;
+    const int64_t cp_size = options.cp_size, num_tokens = model.num_tokens();
+    std::vector<int64_t> extra(cp_size, 0);
+    Assignment best;
+    __int128 best_time = -1;
+    for (int round = 0; round < kRounds; ++round) {
+        const int64_t all_extra = std::accumulate(extra.begin(), extra.end(), int64_t{0});
+        const std::vector<int64_t> share = targets(total + all_extra, options);
+        Demand demand = {{}, extra};
+        for (int64_t rank = 0; rank < cp_size; ++rank) {
+            const int64_t tokens = num_tokens / cp_size + (rank < num_tokens % cp_size ? 1 : 0);
+            demand.budgets.push_back({tokens, share[rank] - extra[rank]});
         }
-        if (best_cost <= accepted || whole_tokens == 0) return join_adjacent(std::move(best));
-        whole_tokens /= 2;
+        Assignment found = {place_on_ranks(model, items, demand, options), {}};
+        found.costs = rank_costs(model, found.runs, cp_size);
+        extra = overheads(model, found.runs, options);
+        const __int128 time = slowest(found.costs, extra, options);
+        const bool is_better = best_time < 0 || time < best_time;
+        if (is_better) {
+            best = std::move(found);
+            best_time = time;
+        }
+        if (!is_better || (options.row_cost == 0 && options.run_cost == 0)) break;
     }
+    return best;
 }
 
 }  // namespace splitkv::planner

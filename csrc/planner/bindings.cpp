@@ -21,10 +21,11 @@ QueryKind parse_kind(const std::string& name) {
     if (name == "causal") return QueryKind::kCausal;
     if (name == "window") return QueryKind::kWindow;
     if (name == "full") return QueryKind::kFull;
+    if (name == "prefix") return QueryKind::kPrefix;
     if (name == "suffix") return QueryKind::kSuffix;
     if (name == "anchors") return QueryKind::kAnchors;
     SPLITKV_CHECK(false, "query spec '", name,
-                  "' is unknown; use causal, window, full, suffix or anchors");
+                  "' is unknown; use causal, window, full, prefix, suffix or anchors");
     return QueryKind::kCausal;
 }
 
@@ -60,22 +61,65 @@ Int64Array row_intervals(const QueryModel& model) {
     return intervals;
 }
 
-Int64Array assign(const QueryModel& model, int64_t cp_size, int64_t block_size, double tolerance) {
-    std::vector<Run> runs;
+// Runs, costs and tokens of each rank.
+py::tuple assign(const QueryModel& model, const AssignOptions& options) {
+    Assignment found;
+    std::vector<int64_t> tokens;
     {
         py::gil_scoped_release release;
-        runs = assign_blocks(model, {cp_size, block_size, tolerance});
+        found = assign_blocks(model, options);
+        tokens.resize(options.cp_size, 0);
+        for (const Run& run : found.runs) tokens[run.rank] += run.end - run.begin;
     }
-    return to_array(runs);
+    return py::make_tuple(to_array(found.runs), found.costs, tokens);
+}
+
+template <typename Struct>
+std::vector<Int64Array> to_arrays(const std::vector<std::vector<Struct>>& lists) {
+    std::vector<Int64Array> arrays;
+    for (const std::vector<Struct>& list : lists) arrays.push_back(to_array(list));
+    return arrays;
 }
 
 std::vector<Int64Array> needed(const QueryModel& model, const Int64Array& runs, int64_t cp_size) {
-    std::vector<Int64Array> arrays;
-    for (const std::vector<Range>& ranges :
-         needed_rows(model, to_structs<Run>(runs, "runs"), cp_size)) {
-        arrays.push_back(to_array(ranges));
+    const std::vector<Run> list = to_structs<Run>(runs, "runs");
+    RowSets rows;
+    {
+        py::gil_scoped_release release;
+        rows = needed_rows(model, list, cp_size);
     }
-    return arrays;
+    return to_arrays(rows);
+}
+
+RowSets to_row_sets(const std::vector<Int64Array>& arrays, const char* name) {
+    SPLITKV_CHECK(static_cast<int64_t>(arrays.size()) <= kMaxRanks, name, " are of ", arrays.size(),
+                  " ranks; at most ", kMaxRanks, " are counted");
+    RowSets rows;
+    for (const Int64Array& array : arrays) {
+        rows.push_back(to_structs<Range>(array, name));
+        for (const Range& range : rows.back()) {
+            SPLITKV_CHECK(range.begin >= 0, name, ": [", range.begin, ", ", range.end,
+                          ") begins before the stream");
+        }
+    }
+    return rows;
+}
+
+Int64Array counts(const std::vector<Int64Array>& owned, const std::vector<Int64Array>& needed) {
+    const RowSets has = to_row_sets(owned, "owned"), needs = to_row_sets(needed, "needed");
+    std::vector<int64_t> found;
+    {
+        py::gil_scoped_release release;
+        found = row_counts(has, needs);
+    }
+    Int64Array array({static_cast<int64_t>(has.size()), static_cast<int64_t>(needs.size())});
+    std::copy(found.begin(), found.end(), array.mutable_data());
+    return array;
+}
+
+int64_t pairs_in(const QueryModel& model, int64_t doc, int64_t begin, int64_t end) {
+    check_runs(model, {{0, doc, begin, end}}, 1);
+    return model.pairs_in(doc, {begin, end});
 }
 
 }  // namespace
@@ -96,11 +140,20 @@ PYBIND11_MODULE(_planner, m) {
         .def_property_readonly("num_tokens", &QueryModel::num_tokens)
         .def_property_readonly("num_rows", py::overload_cast<>(&QueryModel::num_rows, py::const_))
         .def("row_intervals", &row_intervals)
-        .def("pairs_in", [](const QueryModel& model, int64_t doc, int64_t begin, int64_t end) {
-            return model.pairs_in(doc, {begin, end});
-        });
-    m.def("assign_blocks", &assign, py::arg("model"), py::arg("cp_size"), py::arg("block_size"),
-          py::arg("tolerance"));
+        .def("pairs_in", &pairs_in, py::arg("doc"), py::arg("begin"), py::arg("end"));
+    m.attr("TOLERANCE_UNITS") = kTolerance;
+    m.attr("MAX_RANKS") = kMaxRanks;
+    m.def(
+        "assign_blocks",
+        [](const QueryModel& model, int64_t cp_size, int64_t block_size, int64_t tolerance,
+           int64_t ranks_per_node, int64_t row_cost, int64_t run_cost, std::vector<int64_t> speed) {
+            return assign(model, {cp_size, block_size, tolerance,
+                                  ranks_per_node > 0 ? ranks_per_node : cp_size, row_cost, run_cost,
+                                  std::move(speed)});
+        },
+        py::arg("model"), py::arg("cp_size"), py::arg("block_size"), py::arg("tolerance"),
+        py::arg("ranks_per_node") = 0, py::arg("row_cost") = 0, py::arg("run_cost") = 0,
+        py::arg("speed") = std::vector<int64_t>());
     m.def(
         "rank_costs",
         [](const QueryModel& model, const Int64Array& runs, int64_t cp_size) {
@@ -108,6 +161,7 @@ PYBIND11_MODULE(_planner, m) {
         },
         py::arg("model"), py::arg("runs"), py::arg("cp_size"));
     m.def("needed_rows", &needed, py::arg("model"), py::arg("runs"), py::arg("cp_size"));
+    m.def("row_counts", &counts, py::arg("owned"), py::arg("needed"));
     m.def(
         "intersect",
         [](const Int64Array& a, const Int64Array& b) {

@@ -1,7 +1,6 @@
 #include "planner/queries.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "common/check.h"
@@ -44,7 +43,7 @@ __int128 rows_per_key(const QuerySpec& spec, size_t doc, int64_t len) {
 // Tokens, rows, and rows times keys must fit: they bound every sum and product of the closed forms.
 void check_counts(const std::vector<int64_t>& doc_lens, const std::vector<int64_t>& padded_lens,
                   const QuerySpec& spec) {
-    constexpr __int128 kLimit = std::numeric_limits<int64_t>::max();
+    constexpr __int128 kLimit = kMaxCount;
     __int128 tokens = 0, rows = 0, pairs = 0;
     for (size_t doc = 0; doc < doc_lens.size(); ++doc) {
         const __int128 seeing = rows_per_key(spec, doc, doc_lens[doc]);
@@ -52,11 +51,11 @@ void check_counts(const std::vector<int64_t>& doc_lens, const std::vector<int64_
         rows += seeing;
         SPLITKV_CHECK(tokens <= kLimit && rows <= kLimit, "document ", doc, " of ",
                       padded_lens[doc],
-                      " tokens brings the tokens or query rows of the pack beyond 64 bits; "
+                      " tokens brings the tokens or query rows of the pack beyond 2^61; "
                       "plan a smaller pack");
         pairs += seeing * doc_lens[doc];
         SPLITKV_CHECK(pairs <= kLimit, "document ", doc, " of ", doc_lens[doc],
-                      " tokens brings query rows times keys of the pack beyond 64 bits; "
+                      " tokens brings query rows times keys of the pack beyond 2^61; "
                       "plan shorter documents or a smaller pack");
     }
 }
@@ -65,6 +64,11 @@ void check_anchors(const std::vector<int64_t>& doc_lens, const QuerySpec& spec) 
     SPLITKV_CHECK(spec.anchor_ptr.size() == doc_lens.size() + 1, "anchors are given for ",
                   static_cast<int64_t>(spec.anchor_ptr.size()) - 1, " documents, but there are ",
                   doc_lens.size(), "; give one list for each document (it may be empty)");
+    SPLITKV_CHECK(
+        spec.anchor_ptr.front() == 0 &&
+            spec.anchor_ptr.back() == static_cast<int64_t>(spec.anchor_positions.size()) &&
+            std::is_sorted(spec.anchor_ptr.begin(), spec.anchor_ptr.end()),
+        "anchor_ptr must ascend from 0 to the number of anchors, ", spec.anchor_positions.size());
     for (size_t doc = 0; doc < doc_lens.size(); ++doc) {
         int64_t previous = 0;
         for (int64_t i = spec.anchor_ptr[doc]; i < spec.anchor_ptr[doc + 1]; ++i) {
@@ -74,6 +78,16 @@ void check_anchors(const std::vector<int64_t>& doc_lens, const QuerySpec& spec) 
                           doc_lens[doc], "]; sort the anchors of each document");
             previous = position;
         }
+    }
+}
+
+void check_prefixes(const std::vector<int64_t>& doc_lens, const QuerySpec& spec) {
+    SPLITKV_CHECK(spec.anchor_positions.size() == doc_lens.size(), "prefixes are given for ",
+                  spec.anchor_positions.size(), " documents, but there are ", doc_lens.size());
+    for (size_t doc = 0; doc < doc_lens.size(); ++doc) {
+        const int64_t prefix = spec.anchor_positions[doc];
+        SPLITKV_CHECK(prefix >= 0 && prefix <= doc_lens[doc], "prefix ", prefix, " of document ",
+                      doc, " must lie in [0, ", doc_lens[doc], "]");
     }
 }
 
@@ -89,7 +103,11 @@ QueryModel::QueryModel(std::vector<int64_t> doc_lens, std::vector<int64_t> padde
                       " has length ", doc_lens_[doc], " and padded length ", padded_lens_[doc],
                       "; lengths are not negative and padding only adds tokens");
     }
+    const bool has_size = spec_.kind == QueryKind::kWindow || !is_self_attention();
+    SPLITKV_CHECK(!has_size || spec_.size >= 1, "size=", spec_.size,
+                  " of a query spec must be at least 1");
     if (spec_.kind == QueryKind::kAnchors) check_anchors(doc_lens_, spec_);
+    if (spec_.kind == QueryKind::kPrefix) check_prefixes(doc_lens_, spec_);
     check_counts(doc_lens_, padded_lens_, spec_);
     kv_starts_ = prefix_sums(padded_lens_);
     if (spec_.kind == QueryKind::kAnchors) anchor_sums_ = prefix_sums(spec_.anchor_positions);
@@ -125,6 +143,8 @@ Range QueryModel::visible_keys(int64_t doc, int64_t row) const {
             return {0, len};
         case QueryKind::kWindow:
             return {std::max<int64_t>(0, row - spec_.size + 1), row + 1};
+        case QueryKind::kPrefix:
+            return {0, std::max(row + 1, spec_.anchor_positions[doc])};
         case QueryKind::kCausal:
             return {0, row + 1};
     }
@@ -139,6 +159,10 @@ int64_t QueryModel::pairs_before(int64_t doc, int64_t x) const {
             return falling_sum(len, x);
         case QueryKind::kFull:
             return len * x;
+        case QueryKind::kPrefix: {
+            const int64_t flat = std::min(x, spec_.anchor_positions[doc]);
+            return len * flat + falling_sum(len - flat, x - flat);
+        }
         case QueryKind::kWindow:
         case QueryKind::kSuffix:
             return banded_pairs_before(len, spec_.size, x);
@@ -167,6 +191,8 @@ Range QueryModel::rows_seeing(int64_t doc, Range keys) const {
             return {keys.begin, len};
         case QueryKind::kFull:
             return {0, len};
+        case QueryKind::kPrefix:
+            return {keys.begin < spec_.anchor_positions[doc] ? 0 : keys.begin, len};
         case QueryKind::kWindow:
             return {keys.begin, std::min(len, keys.end - 1 + std::min(spec_.size, len))};
         case QueryKind::kSuffix: {

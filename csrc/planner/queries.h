@@ -10,7 +10,7 @@
 
 namespace splitkv::planner {
 
-enum class QueryKind { kCausal, kWindow, kFull, kSuffix, kAnchors };
+enum class QueryKind { kCausal, kWindow, kFull, kPrefix, kSuffix, kAnchors };
 
 // Half-open range of KV positions or of query rows.
 struct Range {
@@ -19,15 +19,19 @@ struct Range {
     bool empty() const { return begin >= end; }
 };
 
+// Limit of tokens, rows, and rows times keys: sums and differences of a few of them stay in int64.
+constexpr int64_t kMaxCount = (int64_t{1} << 61) - 1;
+
 struct QuerySpec {
     QueryKind kind;
     int64_t size;  // window: keys a row sees; suffix: rows; anchors: rows an anchor
     std::vector<int64_t> anchor_ptr;        // anchors only: CSR over documents, [num_docs + 1]
-    std::vector<int64_t> anchor_positions;  // anchors only: ascending inside a document
+    std::vector<int64_t> anchor_positions;  // anchors: ascending inside a document; prefix: its
+                                            // length in each document, [num_docs]
 };
 
 // All methods are exact in int64: the constructor throws for packs whose query rows times keys
-// leave it. Ranges are inside one document, counted from its first row or key.
+// reach kMaxCount. Ranges are inside one document, counted from its first row or key.
 class QueryModel {
   public:
     QueryModel(std::vector<int64_t> doc_lens, std::vector<int64_t> padded_lens, QuerySpec spec);

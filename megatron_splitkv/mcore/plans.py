@@ -5,8 +5,7 @@ Plans are pure functions of document lengths, so every pipeline stage derives it
 in any order, and each model may have a book of its own.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, MutableMapping
+from collections.abc import Hashable, MutableMapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from weakref import WeakKeyDictionary
@@ -24,9 +23,9 @@ from megatron_splitkv.comm import (
 )
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
-from megatron_splitkv.plan import Causal, Plan, Queries, make_plan
+from megatron_splitkv.plan import Causal, Plan, PlanCache, Queries, make_plan
 
-MAX_PLANS = 8  # unpacked data needs one for each batch size; packed plans also live by their tensor
+MAX_PLAN_BYTES = 16 << 20  # packed plans also live by their tensor
 
 
 class PlanBook:
@@ -41,7 +40,7 @@ class PlanBook:
     def __init__(self, config: SplitKVConfig | None = None, queries: Queries | None = None) -> None:
         self.config = config or SplitKVConfig()
         self.queries = queries or Causal()
-        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._plans = PlanCache(MAX_PLAN_BYTES)
         self._by_tensor: MutableMapping[Tensor, _TensorPlans] = WeakIdKeyDictionary()
         # Index tensors on the device: they go with the last user of their plan.
         self._contexts: WeakKeyDictionary[Plan, dict[Hashable, SplitKVContext]] = (
@@ -69,7 +68,7 @@ class PlanBook:
         if window in known.plans:
             return known.plans[window]
         ends = cu_seqlens.flatten().tolist()
-        plan, _ = self._remembered(
+        plan, _ = self._plans.get(
             (tuple(ends), cp_group.size()), lambda: self._plan(_lengths(ends), cp_group.size())
         )
         self._check(plan, cp_group, cu_seqlens.device)
@@ -97,7 +96,7 @@ class PlanBook:
                 f"seq_length={seq_len} must be a multiple of context_parallel_size={cp_size}, "
                 "because every rank holds equally many tokens of each sequence; change one of them"
             )
-        plan, is_new = self._remembered(
+        plan, is_new = self._plans.get(
             (seq_len, batch_size, cp_size),
             lambda: self._plan([seq_len], cp_size).repeated(batch_size),
         )
@@ -141,16 +140,6 @@ class PlanBook:
         self._by_tensor.clear()
         self._checked_groups.clear()
         self._transports.clear()
-
-    def _remembered(self, key: Hashable, build: Callable[[], Plan]) -> tuple[Plan, bool]:
-        """The plan of `key`, and whether it had to be made."""
-        is_new = key not in self._plans
-        if is_new:
-            self._plans[key] = build()
-            if len(self._plans) > MAX_PLANS:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(key)
-        return self._plans[key], is_new
 
     def _plan(self, doc_lens: list[int], cp_size: int) -> Plan:
         return make_plan(

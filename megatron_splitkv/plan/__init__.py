@@ -1,11 +1,13 @@
 """Planning in plain integers: documents -> KV blocks -> costs -> placement. Never imports torch."""
 
+from megatron_splitkv.plan.cache import PlanCache
 from megatron_splitkv.plan.exchange import RowExchange, plan_exchange
-from megatron_splitkv.plan.plan import Plan, make_plan, plan_from_json
+from megatron_splitkv.plan.plan import Machine, Plan, make_plan, plan_from_json
 from megatron_splitkv.plan.queries import (
     Anchors,
     Causal,
     Full,
+    Prefix,
     Queries,
     Suffix,
     Window,
@@ -16,7 +18,10 @@ __all__ = [
     "Anchors",
     "Causal",
     "Full",
+    "Machine",
     "Plan",
+    "PlanCache",
+    "Prefix",
     "Queries",
     "RowExchange",
     "Suffix",

@@ -1,7 +1,7 @@
 """Which query rows travel from which rank to which, counted from the plan alone."""
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -72,20 +72,16 @@ def plan_exchange(plan: Plan, queries: Queries | None = None) -> RowExchange:
             f"queries={spec} has other query rows than the plan ({plan.queries}); make a plan of "
             "its own for it"
         )
-    owned = tuple(_owned_rows(plan, rank) for rank in range(plan.cp_size))
+    owned = _owned_rows(plan)
     needed = tuple(_planner.needed_rows(plan.model(spec), plan.runs, plan.cp_size))
-    counts = np.zeros((plan.cp_size, plan.cp_size), dtype=np.int64)
-    for source in range(plan.cp_size):
-        for destination in range(plan.cp_size):
-            shared = _planner.intersect(owned[source], needed[destination])
-            counts[source, destination] = (shared[:, 1] - shared[:, 0]).sum()
-    return RowExchange(owned=owned, needed=needed, counts=counts)
+    return RowExchange(owned=owned, needed=needed, counts=_planner.row_counts(owned, needed))
 
 
-def _owned_rows(plan: Plan, rank: int) -> Int64Array:
+def _owned_rows(plan: Plan) -> tuple[Int64Array, ...]:
     if not plan.is_self_attention:
         starts = (0, *accumulate(plan.query_rows))
-        return np.asarray([[starts[rank], starts[rank + 1]]], dtype=np.int64)
-    runs = plan.runs[plan.runs[:, 0] == rank]
+        return tuple(np.asarray([pair], dtype=np.int64) for pair in pairwise(starts))
     doc_starts = np.concatenate([[0], np.cumsum(plan.padded_lens, dtype=np.int64)])
-    return np.stack([doc_starts[runs[:, 1]] + runs[:, 2], doc_starts[runs[:, 1]] + runs[:, 3]], 1)
+    ranges = doc_starts[plan.runs[:, 1:2]] + plan.runs[:, 2:]
+    first = np.searchsorted(plan.runs[:, 0], np.arange(plan.cp_size + 1))
+    return tuple(ranges[begin:end] for begin, end in pairwise(first.tolist()))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 import megatron_splitkv._planner as _planner
-from megatron_splitkv.config import KV_TILE_TOKENS
 from megatron_splitkv.plan.queries import (
     Anchors,
     Causal,
     Full,
+    Prefix,
     Queries,
     Suffix,
     Window,
@@ -28,9 +29,38 @@ from megatron_splitkv.plan.queries import (
 
 Int64Array = npt.NDArray[np.int64]
 
-BLOCKS_PER_RANK = 16  # enough for LPT to balance one causal document to well under 1 %
+BLOCKS_PER_RANK = 16  # cuts of one document fall on multiples of a block and still balance it
 MAX_AUTO_BLOCK = 512  # longer blocks gain no kernel speed
-MAX_AUTO_BLOCKS_PER_RANK = 128  # smaller blocks, for a balance that misses the tolerance
+SPEED_UNITS = 1 << 20  # of the fastest rank: speeds are compared in integers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What else than visible pairs decides how long a rank takes; the same on every rank.
+
+    Attributes:
+        row_pairs: what a query row that a rank attends with costs beside its pairs, in pairs.
+        run_pairs: likewise for a run: consecutive keys of one document on one rank.
+        rank_speeds: relative speed of each rank, by which it gets more or less of the cost; empty
+            where all are alike. Tokens stay equal.
+        ranks_per_node: consecutive ranks of one node; documents keep to few nodes, and inside a
+            node to few ranks. None takes all ranks for equally near.
+    """
+
+    row_pairs: int = 0
+    run_pairs: int = 0
+    rank_speeds: tuple[float, ...] = ()
+    ranks_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        if whole_number("row_pairs", self.row_pairs) < 0:
+            raise ValueError(f"row_pairs={self.row_pairs} must be at least 0")
+        if whole_number("run_pairs", self.run_pairs) < 0:
+            raise ValueError(f"run_pairs={self.run_pairs} must be at least 0")
+        if self.ranks_per_node is not None and whole_number("ranks", self.ranks_per_node) < 1:
+            raise ValueError(f"ranks_per_node={self.ranks_per_node} must be at least 1")
+        if not all(0.0 < speed < math.inf for speed in self.rank_speeds):
+            raise ValueError(f"rank_speeds={self.rank_speeds} must be positive and finite")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached_property needs a __dict__
@@ -70,7 +100,19 @@ class Plan:
     @property
     def tokens(self) -> tuple[int, ...]:
         """KV tokens of each rank, pads included."""
-        return _tokens_per_rank(self.runs, self.cp_size)
+        counts = np.zeros(self.cp_size, dtype=np.int64)
+        np.add.at(counts, self.runs[:, 0], self.runs[:, 3] - self.runs[:, 2])
+        return tuple(counts.tolist())
+
+    @property
+    def nbytes(self) -> int:
+        """About what the plan holds, in bytes: its runs, and 8 for each other number."""
+        numbers = 2 * len(self.doc_lens) + 2 * self.cp_size
+        if isinstance(self.queries, Anchors):
+            numbers += sum(map(len, self.queries.positions))
+        elif isinstance(self.queries, Prefix):
+            numbers += len(self.queries.lengths)
+        return self.runs.nbytes + 8 * numbers
 
     @property
     def is_self_attention(self) -> bool:
@@ -106,6 +148,8 @@ class Plan:
         queries = self.queries
         if isinstance(queries, Anchors):
             queries = Anchors(queries.positions * times, queries.rows_per_anchor)
+        elif isinstance(queries, Prefix):
+            queries = Prefix(queries.lengths * times)
         doc_step = np.asarray([0, len(self.doc_lens), 0, 0], dtype=np.int64)
         copies = np.concatenate([self.runs + copy * doc_step for copy in range(times)])
         return Plan(
@@ -145,57 +189,68 @@ def make_plan(
     block_size: int | None = None,
     padded_lens: Sequence[int] | None = None,
     query_rows: Sequence[int] | None = None,
-    tolerance: float = 0.01,
+    tolerance: float = 0.001,
+    machine: Machine | None = None,
 ) -> Plan:
-    """Places KV blocks on ranks by cost, longest processing time first, with equal token counts.
+    """Places KV tokens on ranks: equal token counts, balanced cost, few ranks for each document.
+
+    Documents that fit a rank stay whole on it. Longer ones are cut over as few ranks as can take
+    them; a rank gets one or two runs of such a document, from its dear front and its cheap back.
 
     Args:
         doc_lens: document lengths in stream order, tokens; zero is allowed.
         cp_size: ranks to place the tokens on. Each gets `T // cp_size` tokens, the first
             `T % cp_size` ranks one more.
         queries: query spec, by default `Causal()`.
-        block_size: KV tokens of a block; None takes the largest power of two up to 512 that
-            leaves each rank at least 16 blocks, or smaller ones while the cost misses
-            `tolerance`, down to 64 tokens or 128 blocks a rank.
+        block_size: KV tokens of a block: a document is cut at multiples of it where the balance
+            allows. None takes the largest power of two up to 512 that leaves each rank at least 16
+            blocks.
         padded_lens: document lengths with pads, by default `doc_lens`. Pads sit at a document's
             tail, see nothing and are seen by nobody, and are placed like any token.
         query_rows: context attention only: query rows that each rank owns, in stream order. By
             default an even split. A block of an anchor stays on one rank.
-        tolerance: accepted cost imbalance, max/mean - 1. Documents stay whole on one rank where
-            the balance allows.
+        tolerance: accepted cost imbalance, max/mean - 1; more of it keeps more documents whole.
+        machine: what else decides how long a rank takes.
     Raises:
         ValueError: lengths that are negative or no integers, cp_size or block_size below 1, a
             tolerance that is negative or NaN, anchors out of order, query_rows that do not cover
-            the query stream, more than 2**22 blocks, or more rows times keys than 64 bits count.
-    Source: longest-processing-time-first, Graham 1969; keyed on the KV side because keys stay.
+            the query stream, a machine of other ranks, or more than 2**61 rows times keys.
+    Source: longest-processing-time-first, Graham 1969, for whole documents; keyed on the KV side
+        because keys stay.
     """
     if whole_number("cp_size", cp_size) < 1:
         raise ValueError(f"cp_size={cp_size} must be at least 1")
     if not tolerance >= 0.0:  # also where it is NaN
-        raise ValueError(f"tolerance={tolerance} must be at least 0; 0.01 accepts 1 %")
+        raise ValueError(f"tolerance={tolerance} must be at least 0; 0.001 accepts 0.1 %")
     lens = whole_numbers("doc_lens: length", doc_lens)
     padded = lens if padded_lens is None else whole_numbers("padded_lens: length", padded_lens)
     spec = queries or Causal()
     model = build_model(spec, lens, padded)
-    sizes = (
-        _auto_block_sizes(model.num_tokens, cp_size)
+    size = (
+        _auto_block_size(model.num_tokens, cp_size)
         if block_size is None
-        else [whole_number("block_size", block_size)]
+        else whole_number("block_size", block_size)
     )
-    size, runs, costs = _place(model, cp_size, sizes, tolerance)
+    runs, costs, tokens = _planner.assign_blocks(
+        model,
+        cp_size,
+        size,
+        round(min(tolerance, 1.0) * _planner.TOLERANCE_UNITS),
+        **_machine_arguments(machine, cp_size),
+    )
     return Plan(
         cp_size=cp_size,
         block_size=size,
         doc_lens=lens,
         padded_lens=padded,
         queries=spec,
-        runs=runs,
+        runs=_read_only(runs),
         query_rows=(
-            _tokens_per_rank(runs, cp_size, query_rows)
+            _own_tokens(tokens, query_rows)
             if is_self_attention(spec)
             else _split_query_rows(spec, model.num_rows, cp_size, query_rows)
         ),
-        costs=costs,
+        costs=tuple(costs),
     )
 
 
@@ -228,41 +283,33 @@ def _costs(plan: Plan) -> tuple[int, ...]:
     return tuple(_planner.rank_costs(plan.model(), plan.runs, plan.cp_size))
 
 
-def _auto_block_sizes(num_tokens: int, cp_size: int) -> list[int]:
-    """Sizes to try in turn; the last ones only for a balance that the first ones miss."""
+def _auto_block_size(num_tokens: int, cp_size: int) -> int:
     longest = max(1, num_tokens // (cp_size * BLOCKS_PER_RANK))
-    sizes = [min(MAX_AUTO_BLOCK, 1 << (longest.bit_length() - 1))]
-    shortest = max(KV_TILE_TOKENS, num_tokens / (cp_size * MAX_AUTO_BLOCKS_PER_RANK))
-    while sizes[-1] // 2 >= shortest:
-        sizes.append(sizes[-1] // 2)
-    return sizes
+    return min(MAX_AUTO_BLOCK, 1 << (longest.bit_length() - 1))
 
 
-def _place(
-    model: _planner.QueryModel, cp_size: int, sizes: Sequence[int], tolerance: float
-) -> tuple[int, Int64Array, tuple[int, ...]]:
-    """Block size, runs and costs of the first size within tolerance, else of the best one."""
-    placed: list[tuple[int, Int64Array, tuple[int, ...]]] = []
-    for size in sizes:
-        runs = _read_only(_planner.assign_blocks(model, cp_size, size, tolerance))
-        costs = tuple(_planner.rank_costs(model, runs, cp_size))
-        placed.append((size, runs, costs))
-        if max(costs) * cp_size <= (1.0 + tolerance) * sum(costs):
-            break
-    return min(placed, key=lambda found: max(found[2]))
+def _machine_arguments(machine: Machine | None, cp_size: int) -> dict[str, Any]:
+    if machine is None:
+        return {}
+    speeds = machine.rank_speeds
+    if speeds and len(speeds) != cp_size:
+        raise ValueError(f"rank_speeds are given for {len(speeds)} ranks, but cp_size={cp_size}")
+    fastest = max(speeds, default=1.0)
+    return {
+        "ranks_per_node": machine.ranks_per_node or cp_size,
+        "row_cost": machine.row_pairs,
+        "run_cost": machine.run_pairs,
+        "speed": [max(1, round(speed / fastest * SPEED_UNITS)) for speed in speeds],
+    }
 
 
-def _tokens_per_rank(
-    runs: Int64Array, cp_size: int, query_rows: Sequence[int] | None = None
-) -> tuple[int, ...]:
+def _own_tokens(tokens: Sequence[int], query_rows: Sequence[int] | None) -> tuple[int, ...]:
     if query_rows is not None:
         raise ValueError(
             f"query_rows={list(query_rows)} is for context attention; in self-attention the "
             "query rows of a rank are its own tokens, leave it out"
         )
-    counts = np.zeros(cp_size, dtype=np.int64)
-    np.add.at(counts, runs[:, 0], runs[:, 3] - runs[:, 2])
-    return tuple(counts.tolist())
+    return tuple(tokens)
 
 
 def _split_query_rows(
@@ -304,6 +351,8 @@ def _parse(data: dict[str, Any]) -> Queries:
             return Full()
         case "window":
             return Window(data["size"])
+        case "prefix":
+            return Prefix(tuple(data["lengths"]))
         case "suffix":
             return Suffix(data["num_rows"])
         case "anchors":

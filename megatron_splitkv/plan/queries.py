@@ -32,7 +32,14 @@ def whole_number(name: str, value: SupportsIndex) -> int:
 
 def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]:
     """`whole_number` of each value."""
-    return tuple(whole_number(name, value) for value in values)
+    values = tuple(values)
+    try:
+        numbers = tuple(map(index, values))
+    except TypeError:
+        numbers = ()
+    if len(numbers) < len(values) or max(map(abs, numbers), default=0) > INT64_MAX:
+        return tuple(whole_number(name, value) for value in values)  # names the bad one
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,17 @@ class Window:
 @dataclass(frozen=True, slots=True)
 class Full:
     """Self-attention: every position sees its whole document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Self-attention: position p sees `[0, max(p + 1, prefix))`: the prefix in full, then causally.
+
+    Attributes:
+        lengths: tokens of the prefix of each document; 0 is plain causal.
+    """
+
+    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +114,14 @@ class Anchors:
             raise ValueError(f"rows_per_anchor={self.rows_per_anchor} must be at least 1")
 
 
-SelfQueries = Causal | Window | Full
+SelfQueries = Causal | Window | Full | Prefix
 ContextQueries = Suffix | Anchors
 Queries = SelfQueries | ContextQueries
 
 
 def is_self_attention(queries: Queries) -> bool:
     """Whether query rows and KV rows are the same tokens."""
-    return isinstance(queries, Causal | Window | Full)
+    return isinstance(queries, Causal | Window | Full | Prefix)
 
 
 def rows_per_unit(queries: Queries) -> int:
@@ -118,7 +136,7 @@ def build_model(
 
     Raises:
         ValueError: negative lengths, a padded length below the length, anchors that do not
-            ascend inside their document, or more rows times keys than 64 bits count.
+            ascend inside their document, prefixes longer than theirs, or 2**61 rows times keys.
     """
     name = type(queries).__name__.lower()
     match queries:
@@ -126,6 +144,9 @@ def build_model(
             return _planner.QueryModel(doc_lens, padded_lens, name, size)
         case Suffix(num_rows=size):
             return _planner.QueryModel(doc_lens, padded_lens, name, size)
+        case Prefix(lengths=lengths):
+            prefixes = whole_numbers("prefix length", lengths)
+            return _planner.QueryModel(doc_lens, padded_lens, name, anchor_positions=prefixes)
         case Anchors(positions=positions, rows_per_anchor=size):
             pointers = [0]
             for anchors in positions:

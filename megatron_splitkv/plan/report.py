@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from rich.table import Table
 
 from megatron_splitkv.config import WIRE_ALIGNMENT_BYTES, SplitKVConfig
@@ -63,6 +64,7 @@ class PlanReport:
         fingerprint: of the plan.
         cost: visible query-key pairs whose key is on the rank, for each rank.
         tokens: KV tokens of each rank.
+        runs: runs of consecutive keys of one document, for each rank.
         documents: documents with a token on the rank, for each rank.
         whole_documents: documents that live on a single rank; they cost no bytes.
         bytes_forward, bytes_backward: bytes that each rank sends in one layer.
@@ -73,6 +75,7 @@ class PlanReport:
     fingerprint: str
     cost: tuple[int, ...]
     tokens: tuple[int, ...]
+    runs: tuple[int, ...]
     documents: tuple[int, ...]
     whole_documents: int
     bytes_forward: tuple[int, ...]
@@ -93,6 +96,7 @@ class PlanReport:
         per_rank = {
             "cost": self.cost,
             "tokens": self.tokens,
+            "runs": self.runs,
             "documents": self.documents,
             "bytes_forward": self.bytes_forward,
             "bytes_backward": self.bytes_backward,
@@ -117,7 +121,7 @@ class PlanReport:
         shape = self.shape
         partial = self.config.resolved_partial_dtype(shape.dtype)
         table = Table(
-            "rank", "cost (pairs)", "tokens", "documents", "MB fwd", "MB bwd",
+            "rank", "cost (pairs)", "tokens", "runs", "documents", "MB fwd", "MB bwd",
             width=79,
             caption="MB (10^6 bytes): sent by this rank in one attention layer, for "
             f"{shape.num_heads_q} query heads of dim {shape.head_dim_qk} (qk) and "
@@ -127,13 +131,14 @@ class PlanReport:
         for column in table.columns:
             column.justify = "right"
         columns = (
-            self.cost, self.tokens, self.documents, self.bytes_forward, self.bytes_backward,
+            self.cost, self.tokens, self.runs, self.documents, self.bytes_forward,
+            self.bytes_backward,
         )  # fmt: skip
-        for rank, (cost, tokens, documents, forward, backward) in enumerate(
+        for rank, (cost, tokens, runs, documents, forward, backward) in enumerate(
             zip(*columns, strict=True)
         ):
             table.add_row(
-                str(rank), f"{cost:,}", f"{tokens:,}", f"{documents:,}",
+                str(rank), f"{cost:,}", f"{tokens:,}", f"{runs:,}", f"{documents:,}",
                 f"{forward / 1e6:.2f}", f"{backward / 1e6:.2f}",
             )  # fmt: skip
         table.add_section()
@@ -149,19 +154,21 @@ def report_plan(plan: Plan, shape: AttentionShape, config: SplitKVConfig) -> Pla
     def sent_bytes(out: int, back: int) -> tuple[int, ...]:
         return tuple(s * out + a * back for s, a in zip(sent, answered, strict=True))
 
-    ranks_of: dict[int, set[int]] = {}
-    for rank, doc, _, _ in plan.runs.tolist():
-        ranks_of.setdefault(doc, set()).add(rank)
+    pairs = np.unique(plan.runs[:, :2], axis=0)  # rank and document
+    ranks_of_document = np.unique(pairs[:, 1], return_counts=True)[1]
+    num_runs, documents = (
+        np.bincount(ranks, minlength=plan.cp_size).tolist()
+        for ranks in (plan.runs[:, 0], pairs[:, 0])
+    )
     return PlanReport(
         shape=shape,
         config=config,
         fingerprint=plan.fingerprint,
         cost=plan.costs,
         tokens=plan.tokens,
-        documents=tuple(
-            sum(rank in ranks for ranks in ranks_of.values()) for rank in range(plan.cp_size)
-        ),
-        whole_documents=sum(len(ranks) == 1 for ranks in ranks_of.values()),
+        runs=tuple(num_runs),
+        documents=tuple(documents),
+        whole_documents=int((ranks_of_document == 1).sum()),
         bytes_forward=sent_bytes(*shape.forward_bytes(config)),
         bytes_backward=sent_bytes(*shape.backward_bytes(config)),
     )

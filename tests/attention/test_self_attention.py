@@ -26,7 +26,7 @@ def test_equals_dense_attention(cp_size, queries, dtype):
 
 
 @settings(max_examples=60, deadline=None)
-@given(packs("cwf"), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.booleans())
+@given(packs("cwfp"), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.booleans())
 def test_any_pack(pack, cp_size, block_size, num_stages, keep_queries):
     lens, padded, queries = pack
     plan = make_plan(lens, cp_size, queries=queries, padded_lens=padded, block_size=block_size)
@@ -115,10 +115,10 @@ def test_layers_with_another_mask_share_the_placement(cp_size):
 
 
 @settings(max_examples=30, deadline=None)
-@given(packs("cwf"), st.integers(2, 4), st.data())
+@given(packs("cwfp"), st.integers(2, 4), st.data())
 def test_any_other_mask_over_any_placement(pack, cp_size, data):
     lens, padded, queries = pack
-    other = data.draw(query_specs(lens, "cwf"))
+    other = data.draw(query_specs(lens, "cwfp"))
     plan = make_plan(lens, cp_size, queries=queries, padded_lens=padded, block_size=3)
     inputs = random_inputs(plan, Heads(q=2, kv=1, dim_qk=8, dim_v=4))
     assert_outputs(run_simulated(plan, inputs, queries=other), dense(plan, inputs, other))

@@ -130,10 +130,10 @@ def test_every_pair_is_met_once(pack, cp_size, block_size, num_stages):
 
 
 @settings(max_examples=60, deadline=None)
-@given(packs("cwf", max_length=24), st.integers(1, 4), st.integers(1, 4), st.data())
+@given(packs("cwfp", max_length=24), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_another_mask_over_the_same_placement(pack, cp_size, num_stages, data):
     lens, padded, queries = pack
-    other = data.draw(query_specs(lens, "cwf"))
+    other = data.draw(query_specs(lens, "cwfp"))
     plan = make_plan(lens, cp_size, queries=queries, padded_lens=padded, block_size=3)
     ranks = Ranks(plan, num_stages, other)
     ranks.check_own()

@@ -22,6 +22,7 @@ from megatron_splitkv.plan import (
     Suffix,
     Window,
     make_plan,
+    plan_exchange,
     plan_from_json,
 )
 from megatron_splitkv.plan.report import max_over_mean
@@ -107,9 +108,8 @@ def test_cost_is_balanced_on_the_side_of_the_keys(lens, cp_size, block_size, que
 def test_small_blocks_balance_any_pack(lens, cp_size):
     plan = make_plan(lens, cp_size, block_size=4)
     mean = sum(plan.costs) / cp_size
-    # Beside the accepted 1 % a rank may exceed the mean by its share of one block, cut or not:
-    # the dearest block of four keys costs at most four times the longest document.
-    assert max(plan.costs) <= 1.01 * mean + 3 * 4 * max(lens)
+    # Beside the accepted 0.1 % a rank may exceed the mean by what a single key costs.
+    assert max(plan.costs) <= 1.001 * mean + 2 * max(lens)
 
 
 @pytest.mark.parametrize("num_spare_tokens", [0, 14])
@@ -133,7 +133,7 @@ def test_ties_go_by_index(num_docs, cp_size):
     """Documents all alike: an unstable sort or a hash order would scatter them."""
     plan = make_plan([8] * num_docs, cp_size, block_size=8)
     owner = owner_of_tokens(plan).reshape(num_docs, 8)
-    assert (owner == (np.arange(num_docs) % cp_size)[:, None]).all()
+    assert (owner == (np.arange(num_docs) * cp_size // num_docs)[:, None]).all()
 
 
 def test_documents_stay_whole_where_balance_allows():
@@ -175,38 +175,40 @@ def test_default_block_size_leaves_sixteen_blocks_a_rank(num_tokens, cp_size, bl
     ("num_tokens", "window", "cp_size"),
     [(131072, 4096, 8), (131072, 8192, 16), (65536, 4096, 8), (32768, 1024, 8), (32768, 2048, 4)],
 )
-def test_smaller_blocks_level_the_tails_of_windows(num_tokens, window, cp_size):
-    """The cheap last keys are one block for each rank, or for less: no placement levels those."""
-    blocks = num_tokens // cp_size // 16
-    large, chosen = (
-        make_plan([num_tokens], cp_size, queries=Window(window), block_size=size)
-        for size in (min(512, 1 << (blocks.bit_length() - 1)), None)
-    )
-    assert max_over_mean(large.costs) > 1.01
-    assert max_over_mean(chosen.costs) <= 1.01
-    assert 64 <= chosen.block_size < large.block_size
-    accepted = make_plan([num_tokens], cp_size, queries=Window(window), tolerance=0.05)
-    assert accepted == large
+def test_windows_stay_in_long_runs(num_tokens, window, cp_size):
+    """Only the cheap last keys are shared out: one run of them beside one long run of each rank."""
+    even = make_plan([num_tokens], cp_size, queries=Window(window))
+    assert max_over_mean(even.costs) <= 1.001
+    assert len(even.runs) <= 2 * cp_size
+    rows = plan_exchange(even).travelling().sum()
+    accepted = make_plan([num_tokens], cp_size, queries=Window(window), tolerance=0.1)
+    assert len(accepted.runs) == cp_size
+    contiguous = plan_exchange(accepted).travelling().sum()
+    assert contiguous == (cp_size - 1) * (window - 1)
+    assert rows < 2 * contiguous
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "cp_size", "sizes"),
-    [
-        (40_000, 4, (512, 256, 128)),  # 64 tokens would be 156 blocks a rank
-        (65_000, 8, (512, 256, 128, 64)),
-        (9_000, 4, (128, 64)),  # a tile has 64
-        (3_000, 4, (32,)),
-        (262_144, 4, (512,)),  # 128 blocks a rank to begin with
-    ],
-)
-def test_blocks_that_are_tried_for_a_tolerance_that_nothing_meets(num_tokens, cp_size, sizes):
-    pack = dict(doc_lens=[num_tokens, 77], cp_size=cp_size, queries=Window(1111), tolerance=0.0)
-    tried = [make_plan(**pack, block_size=size) for size in sizes]
-    assert min(max_over_mean(plan.costs) for plan in tried) > 1.0
-    best = min(tried, key=lambda plan: max(plan.costs))
-    found = make_plan(**pack)
-    assert found == best
-    assert found.block_size == best.block_size
+@pytest.mark.parametrize("cp_size", [2, 3, 5, 6, 7, 8, 64])
+@pytest.mark.parametrize("queries", [Causal(), Full(), Suffix(4096), Window(10_000)], ids=repr)
+def test_one_document_is_cut_into_two_runs_a_rank(queries, cp_size):
+    plan = make_plan([100_003], cp_size, queries=queries)
+    assert max_over_mean(plan.costs) <= 1.001
+    assert max(plan.tokens) - min(plan.tokens) <= 1
+    assert len(plan.runs) <= (cp_size if queries == Full() else 2 * cp_size)
+
+
+def test_cuts_fall_on_blocks_where_balance_allows():
+    plan = make_plan([1 << 20], 8, block_size=512)
+    assert (plan.runs[:, 2:] % 512 == 0).all()
+    assert max_over_mean(plan.costs) <= 1.001
+
+
+def test_long_documents_span_the_ranks_they_need():
+    """Eight documents of one eighth of all ranks each: none meets another."""
+    plan = make_plan([65536] * 8, 64)
+    ranks_of = [set(plan.runs[plan.runs[:, 1] == doc, 0].tolist()) for doc in range(8)]
+    assert all(len(ranks) == 8 for ranks in ranks_of)
+    assert max_over_mean(plan.costs) <= 1.001
 
 
 PLANS = (
@@ -220,6 +222,20 @@ PLANS = (
 
 def fingerprints() -> list[str]:
     return [make().fingerprint for make in PLANS]
+
+
+# What gcc and clang gave, at every level of optimization. A change of the planner changes them.
+PINNED = [
+    "e2a912104e558e2b",
+    "781c1ab6836373db",
+    "a590c466b1944d33",
+    "9ec6e31d594750d6",
+    "9ce43b2009c815a6",
+]
+
+
+def test_fingerprint_is_the_same_on_every_machine():
+    assert fingerprints() == PINNED
 
 
 def test_fingerprint_is_the_same_a_thousand_times():

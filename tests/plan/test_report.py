@@ -3,6 +3,7 @@
 import io
 import re
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -56,6 +57,7 @@ def test_report_counts_documents():
     for rank, doc, _, _ in plan.runs.tolist():
         ranks[rank].add(doc)
     assert report.documents == tuple(len(docs) for docs in ranks)
+    assert report.runs == tuple(np.bincount(plan.runs[:, 0], minlength=2).tolist())
     assert report.whole_documents == 3 - len(ranks[0] & ranks[1])
 
 
@@ -79,7 +81,7 @@ def test_bytes_depend_on_query_rows_alone():
 
 def test_empty_pack_reports_zeros():
     report = report_plan(make_plan([0], 3), SHAPE, SplitKVConfig())
-    assert report.cost == report.tokens == report.documents == (0, 0, 0)
+    assert report.cost == report.tokens == report.runs == report.documents == (0, 0, 0)
     assert report.cost_max_over_mean == report.tokens_max_over_mean == 1.0
 
 

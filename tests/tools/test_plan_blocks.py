@@ -5,14 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron_splitkv.plan import Causal, Full, Suffix, Window, make_plan
+from megatron_splitkv.plan import Anchors, Causal, Full, Suffix, Window, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 # torch is made impossible to import, then the tool runs as __main__.
 WITHOUT_TORCH = (
-    "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+    "import os, runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+    "sys.path.insert(0, os.path.dirname(sys.argv[0])); "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 EXAMPLE = ("--lengths", "20000,12000,768", "--cp", "4", "--block-size", "512")
@@ -91,7 +93,7 @@ def test_kv_heads_weigh_in_the_ring_alone(option, num_heads_kv):
     ],
 )
 def test_masks(option, queries):
-    plan = make_plan([700, 300], 2, queries=queries)
+    plan = make_plan([700, 300], 2, queries=queries, tolerance=0.001)
     assert figures("--lengths", "700,300", "--cp", "2", *option)["fingerprint"] == plan.fingerprint
 
 
@@ -107,7 +109,7 @@ def test_options_change_the_bytes():
 
 @pytest.mark.parametrize("lengths", ["0", "0,0,5", "1"])
 def test_short_packs(lengths):
-    found = figures("--lengths", lengths, "--cp", "4")
+    found = figures("--lengths", lengths, "--cp", "4", "--compare")
     assert len(found["ranks"]) == 4
 
 
@@ -132,18 +134,14 @@ def test_short_packs(lengths):
             ("--lengths", "5", "--cp", "2", "--tolerance=-1"),
             "balance_tolerance=-1.0 must lie in [0, 1]",
         ),
-        (("--lengths", "5", "--cp", "100000"), "--cp 100000 must be at most 1024 ranks"),
+        (("--lengths", "5", "--cp", "100000"), "--cp 100000 must be at most 4096 ranks"),
         (
             ("--lengths", "99999999999999999999", "--cp", "4"),
             "doc_lens: length=99999999999999999999 must fit into 64 bits",
         ),
         (
             ("--lengths", "5,5000000000", "--cp", "4"),
-            "document 1 of 5000000000 tokens brings query rows times keys of the pack beyond 64",
-        ),
-        (
-            ("--lengths", "1000000000000", "--cp", "4", "--suffix", "8"),
-            "block_size=512 cuts 1000000000000 tokens into more than 4194304 blocks",
+            "document 1 of 5000000000 tokens brings query rows times keys of the pack beyond 2^61",
         ),
         (
             ("--lengths", "5", "--cp", "2", "--heads", "32/5"),
@@ -159,7 +157,7 @@ def test_short_packs(lengths):
         ),
         (("--lengths", "5", "--cp", "2", "--dtype", "fp8"), "invalid choice: 'fp8'"),
         (("--lengths", "5", "--cp", "2", "--full", "--window", "3"), "not allowed with argument"),
-        (("--cp", "2"), "required: --lengths"),
+        (("--cp", "2"), "--lengths --file --idx --distribution is required"),
         (("--lengths", "5", "--cp", "2", "--tolerence", "1"), "unrecognized arguments"),
     ],
 )
@@ -171,3 +169,176 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, message):
     assert last.startswith("plan_blocks.py: error: ")
     assert message in last
     assert "Traceback" not in run.stderr
+
+
+def test_imbalance_before_and_after():
+    found = figures("--lengths", "20000,12000,768", "--cp", "4")["imbalance"]
+    assert set(found) == {"contiguous", "zig-zag", "per-document zig-zag", "planned"}
+    assert found["planned"] <= 0.001 < found["zig-zag"] < found["contiguous"]
+
+
+def test_compare_places_the_pack_in_other_ways():
+    run = run_tool(*EXAMPLE, "--compare")
+    for name in ("contiguous", "sort and deal", "query-side LPT", "split-KV"):
+        assert name in run.stdout
+    found = figures(*EXAMPLE, "--compare")["compared"]
+    assert found["query-side LPT"]["imbalance"] == pytest.approx(0.296, abs=0.001)
+    assert "query-side LPT" not in figures(*EXAMPLE, "--suffix", "64", "--compare")["compared"]
+
+
+def test_several_packs_have_one_line_and_one_is_shown(tmp_path):
+    file = tmp_path / "packs.csv"
+    file.write_text("700,300\n# a comment\n\n64,64,900\n")
+    found = figures("--file", str(file), "--cp", "2", "--pack", "2")
+    second = make_plan([64, 64, 900], 2, tolerance=0.001)
+    assert found["fingerprint"] == second.fingerprint == found["packs"][1]["fingerprint"]
+    assert len(found["packs"]) == 2
+    run = run_tool("--file", str(file), "--cp", "2")
+    assert "2 packs: imbalance median" in " ".join(run.stdout.split())
+    bad = run_tool("--file", str(file), "--cp", "2", "--pack", "3")
+    assert "--pack 3 must lie in [1, 2]" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "1,2\n3,nan\n", "a.csv, line 2, entry 2: 'nan' is no document length"),
+        ("a.csv", "1,2\n\n3,-4\n", "a.csv, line 3, entry 2: -4 is no document length"),
+        ("a.csv", "# none\n", "a.csv: holds no lengths"),
+        ("a.json", "[1,\n2,,3]", "a.json, line 2:"),
+        ("a.json", "[[1, NaN]]", "a.json, pack 1, entry 2: nan is no document length"),
+        ("a.json", "[[1], 2]", "a.json: entry 2 is 2, but others are lists"),
+        ("a.json", '{"a": 1}', "a.json: must be a list of lengths"),
+        ("a.txt", "1", "a.txt: use a file that ends in .json, .csv, .npy"),
+        ("a.npy", "nonsense", "a.npy: "),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(tmp_path, name, content, message):
+    file = tmp_path / name
+    file.write_text(content)
+    run = run_tool("--file", str(file), "--cp", "2")
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_missing_file_is_named():
+    run = run_tool("--file", "nowhere.csv", "--cp", "2")
+    assert run.returncode == 2
+    assert "nowhere.csv" in run.stderr
+
+
+@pytest.mark.parametrize("lengths", [np.asarray([700, 300]), np.asarray([[700.0, 300.0]])])
+def test_npy_and_json_say_the_same(tmp_path, lengths):
+    np.save(tmp_path / "a.npy", lengths)
+    (tmp_path / "a.json").write_text("[700, 300]")
+    assert (
+        figures("--file", str(tmp_path / "a.npy"), "--cp", "2")["fingerprint"]
+        == figures("--file", str(tmp_path / "a.json"), "--cp", "2")["fingerprint"]
+        == figures("--lengths", "700,300", "--cp", "2")["fingerprint"]
+    )
+
+
+def test_nan_in_npy_is_named(tmp_path):
+    np.save(tmp_path / "a.npy", np.asarray([5.0, np.nan]))
+    run = run_tool("--file", str(tmp_path / "a.npy"), "--cp", "2")
+    assert "a.npy, pack 1, entry 2: nan is no document length" in run.stderr
+
+
+@pytest.mark.parametrize("name", ["prolong", "wlb", "trajectories", "varlen", "web"])
+def test_distributions_fill_the_pack_and_depend_on_the_seed(name):
+    options = ("--distribution", name, "--tokens", "50000", "--cp", "2", "--packs", "2")
+    found = figures(*options)
+    assert sum(found["tokens"]) == 50000
+    assert found == figures(*options) | {
+        "planning_ms": found["planning_ms"],
+        "packs": found["packs"],
+    }
+    assert found["fingerprint"] != figures(*options, "--seed", "7")["fingerprint"]
+
+
+def test_anchors_by_count_and_by_file(tmp_path):
+    spread = Anchors(((25, 50, 75, 100),), 16)
+    plan = make_plan([100], 2, queries=spread, tolerance=0.001)
+    options = ("--lengths", "100", "--cp", "2", "--anchors")
+    assert figures(*options, "4")["fingerprint"] == plan.fingerprint
+    (tmp_path / "a.json").write_text("[[25, 50, 75, 100]]")
+    assert figures(*options, str(tmp_path / "a.json"))["fingerprint"] == plan.fingerprint
+    (tmp_path / "b.json").write_text("[[25,\n 50")
+    run = run_tool(*options, str(tmp_path / "b.json"))
+    assert run.returncode == 2
+    assert "b.json, line 2:" in run.stderr
+
+
+def test_speeds_and_nodes():
+    fast = figures("--lengths", "65536", "--cp", "2", "--speeds", "1,0.5")
+    assert fast["cost"][0] == pytest.approx(2 * fast["cost"][1], rel=2e-3)
+    assert fast["tokens_max_over_mean"] == 1.0
+    run = run_tool("--lengths", "5", "--cp", "2", "--speeds", "1,1,1")
+    assert "rank_speeds are given for 3 ranks, but cp_size=2" in run.stderr
+    run = run_tool("--lengths", "5", "--cp", "4", "--ranks-per-node", "3")
+    assert "ranks_per_node=3 must divide cp_size=4" in run.stderr
+
+
+def test_the_plot_is_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    run = run_tool(*EXAMPLE, "--plot", str(path))
+    assert run.returncode == 0, run.stderr
+    assert path.read_bytes().startswith(b"\x89PNG")
+    run = run_tool(*EXAMPLE, "--plot", str(tmp_path / "plan.nonsense"))
+    assert run.returncode == 2
+    assert "nonsense" in run.stderr
+
+
+def write_calibration(path: Path, **changes) -> str:
+    fields = dict(
+        device="made up", dtype="bf16", head_dim=128, num_heads_q=32, num_heads_kv=8, pair_ns=1e-3,
+        row_ns=0.5, run_ns=10.0, base_ns=0.0, worst_error=0.1, link_gb_per_s=400.0,
+        link_latency_us=10.0, source="by hand",
+    )  # fmt: skip
+    path.write_text(json.dumps(fields | changes))
+    return str(path)
+
+
+def test_auto_takes_the_least_predicted_time(tmp_path):
+    options = ("--lengths", "65536,4096,30000", "--cp", "8", "--tolerance", "auto")
+    file = write_calibration(tmp_path / "c.json")
+    found = figures(*options, "--calibration", file)
+    times = {float(name): entry["layer_us"] for name, entry in found["predicted"].items()}
+    assert times[found["tolerance"]] == min(times.values())
+    assert "<- taken" in " ".join(run_tool(*options, "--calibration", file).stdout.split())
+    assert "--tolerance auto needs --calibration" in run_tool(*options).stderr
+
+
+def test_a_projection_says_that_it_is_one(tmp_path):
+    file = write_calibration(tmp_path / "c.json")
+    options = ("--lengths", "65536,4096", "--cp", "8", "--calibration", file, "--simulate")
+    run = run_tool(*options)
+    assert run.returncode == 0, run.stderr
+    words = " ".join(run.stdout.split())
+    assert "PROJECTION of one attention layer" in words
+    assert "not measured" in words
+    steps = figures(*options)["projection"]
+    assert [step["cp_size"] for step in steps] == [8, 16, 32, 64, 128, 256, 512, 1024]
+    assert all(step["num_tokens"] == 69632 * step["cp_size"] // 8 for step in steps)
+    assert steps[0]["efficiency"] == 1.0
+    bad = run_tool("--lengths", "5", "--cp", "2", "--simulate")
+    assert "--simulate needs --calibration" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pair_ns": 0}, "c.json: calibration: pair_ns=0 must be a number above 0"),
+        ({"pair_ns": float("nan")}, "pair_ns=nan must be a number above 0"),
+        ({"row_ns": -1}, "row_ns=-1 must be a number at least 0"),
+        ({"more": 1}, "must be a JSON object with the fields"),
+        ({"head_dim": 64}, "calibration of head_dim=64 and bf16 says nothing about head dims 128"),
+    ],
+)
+def test_a_bad_calibration_is_refused(tmp_path, changes, message):
+    file = write_calibration(tmp_path / "c.json", **changes)
+    run = run_tool(*EXAMPLE, "--calibration", file)
+    assert run.returncode == 2
+    assert message in run.stderr

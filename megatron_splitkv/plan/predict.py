@@ -1,0 +1,221 @@
+"""From measured kernel times to the predicted time of a layer, and the plan that takes the least.
+
+A prediction ranks plans; it is no measurement. It knows what kernels cost by pairs, rows and runs,
+what a link carries, and that an exchange cut into stages overlaps with the work on them.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.plan.exchange import plan_exchange
+from megatron_splitkv.plan.plan import Machine, Plan, make_plan
+from megatron_splitkv.plan.queries import Queries
+from megatron_splitkv.plan.report import AttentionShape
+
+# What `tolerance="auto"` chooses from: shares by which the dearest rank may exceed the mean.
+AUTO_TOLERANCES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Kernel times of one device, dtype and head dim, forward and backward together.
+
+    Attributes:
+        device: name of what was measured.
+        dtype: of q, k and v.
+        head_dim: elements of a head.
+        num_heads_q, num_heads_kv: heads that were measured; times scale with query heads.
+        pair_ns: time of a visible query-key pair, all heads together.
+        row_ns: time of a query row beside its pairs.
+        run_ns: time of a run of keys beside its pairs.
+        base_ns: time of a layer beside all that.
+        worst_error: largest relative difference between the fit and a measured time.
+        link_gb_per_s: what a rank sends in 10^9 bytes a second, as given: it is not measured here.
+        link_latency_us: time before the first byte of one stage, as given.
+        source: the command, commit and date.
+    """
+
+    device: str
+    dtype: str
+    head_dim: int
+    num_heads_q: int
+    num_heads_kv: int
+    pair_ns: float
+    row_ns: float
+    run_ns: float
+    base_ns: float
+    worst_error: float
+    link_gb_per_s: float
+    link_latency_us: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("pair_ns", "link_gb_per_s"):
+            _check_number(name, getattr(self, name), is_zero_allowed=False)
+        for name in ("row_ns", "run_ns", "base_ns", "worst_error", "link_latency_us"):
+            _check_number(name, getattr(self, name), is_zero_allowed=True)
+
+    @property
+    def machine(self) -> Machine:
+        """Rows and runs in units of pairs, for the planner to balance."""
+        return Machine(
+            row_pairs=round(self.row_ns / self.pair_ns), run_pairs=round(self.run_ns / self.pair_ns)
+        )
+
+    def to_json(self) -> str:
+        """One JSON object that `calibration_from_json` reads back."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def _check_number(name: str, value: object, *, is_zero_allowed: bool) -> None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        is_zero = value == 0 and is_zero_allowed
+        if is_zero or 0.0 < value < math.inf:
+            return
+    least = "at least 0" if is_zero_allowed else "above 0"
+    raise ValueError(f"calibration: {name}={value!r} must be a number {least}")
+
+
+def calibration_from_json(text: str) -> Calibration:
+    """Reads what `Calibration.to_json` wrote.
+
+    Raises:
+        ValueError: the text is no JSON object with these fields, or a time is no number.
+    """
+    data: Any = json.loads(text)
+    names = {field.name for field in fields(Calibration)}
+    if not isinstance(data, dict) or set(cast(dict[str, Any], data)) != names:
+        raise ValueError(f"calibration must be a JSON object with the fields {sorted(names)}")
+    return Calibration(**cast(dict[str, Any], data))
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """The calibration in a file.
+
+    Raises:
+        ValueError: as `calibration_from_json`, with the name of the file.
+        OSError: the file cannot be read.
+    """
+    try:
+        return calibration_from_json(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; make it with tools/calibrate.py") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Predicted times of one attention layer, forward and backward, in microseconds.
+
+    Attributes:
+        compute_us: of the rank that computes longest.
+        exchange_us: of the rank that sends or receives longest.
+        layer_us: of the slowest rank, with the overlap of stages.
+    """
+
+    compute_us: float
+    exchange_us: float
+    layer_us: float
+
+
+def predict_layer(
+    plan: Plan,
+    shape: AttentionShape,
+    config: SplitKVConfig,
+    calibration: Calibration,
+    rank_speeds: Sequence[float] = (),
+) -> Prediction:
+    """Predicts one attention layer. Compute and exchange overlap but for the first of the stages:
+    a rank takes the longer of the two and one stage's part of the shorter.
+
+    Args:
+        rank_speeds: as in `Machine`; the fastest rank computes as calibrated.
+    Raises:
+        ValueError: the calibration is of another head dim or dtype.
+    """
+    measured = (calibration.head_dim, calibration.head_dim, calibration.dtype)
+    if (shape.head_dim_qk, shape.head_dim_v, shape.dtype) != measured:
+        raise ValueError(
+            f"calibration of head_dim={calibration.head_dim} and {calibration.dtype} says nothing "
+            f"about head dims {shape.head_dim_qk} and {shape.head_dim_v} in {shape.dtype}; "
+            "calibrate with these"
+        )
+    exchange = plan_exchange(plan)
+    travelling = exchange.travelling(config.num_stages)
+    rows = exchange.counts.sum(axis=0)  # the own ones too
+    num_runs = [0] * plan.cp_size
+    for rank in plan.runs[:, 0].tolist():
+        num_runs[rank] += 1
+    heads = shape.num_heads_q / calibration.num_heads_q
+    bytes_out, bytes_back = (
+        forward + backward
+        for forward, backward in zip(
+            shape.forward_bytes(config), shape.backward_bytes(config), strict=True
+        )
+    )
+    sent, received = travelling.sum(axis=1), travelling.sum(axis=0)
+    stages = max(1, min(config.num_stages, plan.cp_size - 1))
+    compute: list[float] = []
+    times: list[float] = []
+    layer: list[float] = []
+    for rank in range(plan.cp_size):
+        nanoseconds = (
+            plan.costs[rank] * calibration.pair_ns
+            + int(rows[rank]) * calibration.row_ns
+            + num_runs[rank] * calibration.run_ns
+        )
+        slowness = max(rank_speeds) / rank_speeds[rank] if rank_speeds else 1.0
+        compute.append((nanoseconds * heads + calibration.base_ns) * slowness / 1e3)
+        # A link carries both directions at once.
+        largest = max(
+            int(sent[rank]) * bytes_out + int(received[rank]) * bytes_back,
+            int(received[rank]) * bytes_out + int(sent[rank]) * bytes_back,
+        )
+        latency = 4 * stages * calibration.link_latency_us if largest else 0.0
+        times.append(largest / calibration.link_gb_per_s / 1e3 + latency)
+        layer.append(max(compute[-1], times[-1]) + min(compute[-1], times[-1]) / stages)
+    return Prediction(compute_us=max(compute), exchange_us=max(times), layer_us=max(layer))
+
+
+def make_plan_by_time(
+    doc_lens: Sequence[int],
+    cp_size: int,
+    *,
+    shape: AttentionShape,
+    config: SplitKVConfig,
+    calibration: Calibration,
+    queries: Queries | None = None,
+    machine: Machine | None = None,
+) -> tuple[Plan, float, dict[float, Prediction]]:
+    """The plan with the least predicted layer time over `AUTO_TOLERANCES`: `tolerance="auto"`.
+
+    A looser tolerance keeps more documents whole, so it sends less and computes longer.
+
+    Args:
+        machine: speeds and nodes; by default what rows and runs cost in the calibration.
+    Returns:
+        The plan, its tolerance, and the prediction of each tolerance.
+    Raises:
+        ValueError: as `make_plan` and `predict_layer`.
+    """
+    found: dict[float, Prediction] = {}
+    chosen = machine or calibration.machine
+    best: tuple[Plan, float] | None = None
+    for tolerance in AUTO_TOLERANCES:
+        plan = make_plan(
+            doc_lens,
+            cp_size,
+            queries=queries,
+            block_size=config.block_size,
+            tolerance=tolerance,
+            machine=chosen,
+        )
+        found[tolerance] = predict_layer(plan, shape, config, calibration, chosen.rank_speeds)
+        if best is None or found[tolerance].layer_us < found[best[1]].layer_us:
+            best = (plan, tolerance)
+    assert best is not None
+    return *best, found
