@@ -1,4 +1,4 @@
-"""Native attention kernels: see csrc/attention/params.h for the meaning of every argument."""
+"""Native attention kernels: csrc/attention/params.h and api.h tell what every argument means."""
 
 from collections.abc import Sequence
 
@@ -36,8 +36,22 @@ class Launch:
         device_index: int,
     ) -> None: ...
 
-def forward_workspace_bytes(*, head_dim_qk: int, head_dim_v: int, num_threads: int) -> int: ...
-def backward_workspace_bytes(*, head_dim_qk: int, head_dim_v: int, num_threads: int) -> int: ...
+def forward_workspace_bytes(
+    *,
+    device: Device,
+    head_dim_qk: int,
+    head_dim_v: int,
+    num_threads: int,
+    work_shape: Sequence[int],
+) -> int: ...
+def backward_workspace_bytes(
+    *,
+    device: Device,
+    head_dim_qk: int,
+    head_dim_v: int,
+    num_threads: int,
+    work_shape: Sequence[int],
+) -> int: ...
 def forward(
     *,
     q: Rows,
@@ -48,6 +62,8 @@ def forward(
     out: Rows,
     lse: Rows,
     softmax_scale: float,
+    work: int,
+    work_shape: Sequence[int],
     launch: Launch,
 ) -> None: ...
 def backward(
@@ -63,7 +79,10 @@ def backward(
     dq: Rows,
     dk: Rows,
     dv: Rows,
+    accumulates: bool,
     softmax_scale: float,
+    work: int,
+    work_shape: Sequence[int],
     launch: Launch,
 ) -> None: ...
 def merge(
@@ -127,8 +146,8 @@ class BackwardWork:
         head_dim_qk: int,
         head_dim_v: int,
         num_sms: int,
-        is_deterministic: bool,
         family: str,
+        is_deterministic: bool,
     ) -> None: ...
     @property
     def num_ints(self) -> int: ...
@@ -139,62 +158,4 @@ class BackwardWork:
 def has_cuda_kernels() -> bool: ...
 def cuda_family(major: int, minor: int) -> str: ...
 def force_cuda_family(name: str) -> None: ...
-def cuda_forward_workspace_bytes(work_shape: Sequence[int]) -> int: ...
-def cuda_forward(
-    *,
-    q: Rows,
-    k: Rows,
-    v: Rows,
-    kv_begin: int,
-    kv_end: int,
-    out: Rows,
-    lse: Rows,
-    softmax_scale: float,
-    work: int,
-    work_shape: Sequence[int],
-    launch: Launch,
-) -> None: ...
-def cuda_backward_workspace_bytes(work_shape: Sequence[int]) -> int: ...
-def cuda_backward(
-    *,
-    dout: Rows,
-    q: Rows,
-    k: Rows,
-    v: Rows,
-    lse: Rows,
-    delta: Rows,
-    kv_begin: int,
-    kv_end: int,
-    dq: Rows,
-    dk: Rows,
-    dv: Rows,
-    accumulates: bool,
-    softmax_scale: float,
-    work: int,
-    work_shape: Sequence[int],
-    launch: Launch,
-) -> None: ...
-def cuda_merge(
-    *,
-    out: Rows,
-    lse: Rows,
-    part_out: Rows,
-    part_lse: Rows,
-    part_scale: Rows | None,
-    part_ptr: int,
-    part_slots: int,
-    num_slots: int,
-    launch: Launch,
-) -> None: ...
-def cuda_add(
-    *,
-    total: Rows,
-    parts: Rows,
-    part_scale: Rows | None,
-    part_ptr: int,
-    part_slots: int,
-    num_slots: int,
-    launch: Launch,
-) -> None: ...
-def cuda_encode(*, values: Rows, encoded: Rows, scale: Rows, launch: Launch) -> None: ...
 def cuda_row_dot(*, a: Rows, b: Rows, sums: Rows, launch: Launch) -> None: ...

@@ -1,11 +1,24 @@
 #include "attention/api.h"
 
 #include "attention/checks.h"
+#include "attention/work_shape.h"
 #include "common/check.h"
 #include "cpu/backend.h"
+#include "cuda/backend.h"
 
 namespace splitkv {
 namespace {
+
+using cuda::BackwardWorkShape;
+using cuda::ForwardWorkShape;
+
+bool is_cuda(Device device) { return device == Device::kCuda; }
+
+template <typename Shape, typename Call>
+Shape work_shape(const Call& call) {
+    SPLITKV_CHECK(call.work != nullptr, "work is missing on CUDA; take it from WorkLists");
+    return shape_from_ints<Shape>(call.work_shape);
+}
 
 void check_intervals(const int32_t* begin, const int32_t* end, int64_t rows, int64_t num_keys) {
     for (int64_t row = 0; row < rows; ++row) {
@@ -15,9 +28,7 @@ void check_intervals(const int32_t* begin, const int32_t* end, int64_t rows, int
     }
 }
 
-void check_launch(const Launch& launch, int64_t workspace_bytes) {
-    SPLITKV_CHECK(launch.device == Device::kCpu,
-                  "tensors are not on the CPU; call the cuda_ functions");
+void check_cpu_launch(const Launch& launch, int64_t workspace_bytes) {
     SPLITKV_CHECK(launch.num_threads >= 1, "num_threads=", launch.num_threads,
                   ", needs at least 1");
     SPLITKV_CHECK(launch.workspace_bytes >= workspace_bytes, "workspace holds ",
@@ -39,49 +50,52 @@ void check_slots(const int32_t* ptr, const int32_t* slots, int64_t num_slots, in
 
 }  // namespace
 
-int64_t forward_workspace_bytes(int64_t head_dim_qk, int64_t head_dim_v, int32_t num_threads) {
-    return cpu::forward_workspace_bytes(head_dim_qk, head_dim_v, num_threads);
+int64_t forward_workspace_bytes(const WorkspaceRequest& request) {
+    if (is_cuda(request.device)) {
+        return cuda::forward_workspace_bytes(shape_from_ints<ForwardWorkShape>(request.work_shape));
+    }
+    return cpu::forward_workspace_bytes(request.head_dim_qk, request.head_dim_v,
+                                        request.num_threads);
 }
 
-int64_t backward_workspace_bytes(int64_t head_dim_qk, int64_t head_dim_v, int32_t num_threads) {
-    return cpu::backward_workspace_bytes(head_dim_qk, head_dim_v, num_threads);
+int64_t backward_workspace_bytes(const WorkspaceRequest& request) {
+    if (is_cuda(request.device)) {
+        return cuda::backward_workspace_bytes(
+            shape_from_ints<BackwardWorkShape>(request.work_shape));
+    }
+    return cpu::backward_workspace_bytes(request.head_dim_qk, request.head_dim_v,
+                                         request.num_threads);
 }
 
-void forward(const ForwardParams& params) {
-    const Rows& q = params.q;
-    check_inputs(q, params.k, params.v);
-    check_shape("out", params.out, q.rows, q.heads, params.v.dim);
-    check_shape("lse", params.lse, q.rows, q.heads, 1);
-    check_float32("lse", params.lse);
-    check_launch(params.launch,
-                 forward_workspace_bytes(q.dim, params.v.dim, params.launch.num_threads));
-    check_intervals(params.kv_begin, params.kv_end, q.rows, params.k.rows);
-    cpu::forward(params);
+void forward(const ForwardCall& call) {
+    check_forward(call);
+    const Launch& launch = call.launch;
+    if (is_cuda(launch.device)) {
+        return cuda::forward(call, call.work, work_shape<ForwardWorkShape>(call));
+    }
+    check_cpu_launch(launch,
+                     cpu::forward_workspace_bytes(call.q.dim, call.v.dim, launch.num_threads));
+    check_intervals(call.kv_begin, call.kv_end, call.q.rows, call.k.rows);
+    cpu::forward(call);
 }
 
-void backward(const BackwardParams& params) {
-    const Rows& q = params.q;
-    check_inputs(q, params.k, params.v);
-    check_shape("dout", params.dout, q.rows, q.heads, params.v.dim);
-    check_shape("lse", params.lse, q.rows, q.heads, 1);
-    check_shape("delta", params.delta, q.rows, q.heads, 1);
-    check_shape("dq", params.dq, q.rows, q.heads, q.dim);
-    check_shape("dk", params.dk, params.k.rows, params.k.heads, q.dim);
-    check_shape("dv", params.dv, params.k.rows, params.k.heads, params.v.dim);
-    check_float32("lse", params.lse);
-    check_float32("delta", params.delta);
-    check_float32("dq", params.dq);
-    check_float32("dk", params.dk);
-    check_float32("dv", params.dv);
-    check_launch(params.launch,
-                 backward_workspace_bytes(q.dim, params.v.dim, params.launch.num_threads));
-    check_intervals(params.kv_begin, params.kv_end, q.rows, params.k.rows);
-    cpu::backward(params);
+void backward(const BackwardCall& call) {
+    check_backward(call);
+    const Launch& launch = call.launch;
+    if (is_cuda(launch.device)) {
+        return cuda::backward(call, call.work, work_shape<BackwardWorkShape>(call));
+    }
+    SPLITKV_CHECK(call.accumulates, "accumulates=false, but the CPU adds to dk and dv; clear them");
+    check_cpu_launch(launch,
+                     cpu::backward_workspace_bytes(call.q.dim, call.v.dim, launch.num_threads));
+    check_intervals(call.kv_begin, call.kv_end, call.q.rows, call.k.rows);
+    cpu::backward(call);
 }
 
 void merge(const MergeParams& params) {
     check_merge(params);
-    check_launch(params.launch, 0);
+    if (is_cuda(params.launch.device)) return cuda::merge(params);
+    check_cpu_launch(params.launch, 0);
     check_slots(params.part_ptr, params.part_slots, params.num_slots, params.out.rows,
                 params.part_out.rows);
     cpu::merge(params);
@@ -89,7 +103,8 @@ void merge(const MergeParams& params) {
 
 void add(const AddParams& params) {
     check_add(params);
-    check_launch(params.launch, 0);
+    if (is_cuda(params.launch.device)) return cuda::add(params);
+    check_cpu_launch(params.launch, 0);
     check_slots(params.part_ptr, params.part_slots, params.num_slots, params.total.rows,
                 params.parts.rows);
     cpu::add(params);
@@ -97,7 +112,8 @@ void add(const AddParams& params) {
 
 void encode(const EncodeParams& params) {
     check_encode(params);
-    check_launch(params.launch, 0);
+    if (is_cuda(params.launch.device)) return cuda::encode(params);
+    check_cpu_launch(params.launch, 0);
     cpu::encode(params);
 }
 

@@ -1,20 +1,40 @@
 // Entry points of the attention ops: check sizes, then hand the params to the backend of the
-// device.
+// device that launch names.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "attention/params.h"
 
 namespace splitkv {
 
-// Scratch bytes for head dims (head_dim_qk, head_dim_v) with num_threads CPU threads.
-int64_t forward_workspace_bytes(int64_t head_dim_qk, int64_t head_dim_v, int32_t num_threads);
-int64_t backward_workspace_bytes(int64_t head_dim_qk, int64_t head_dim_v, int32_t num_threads);
+// What the scratch memory of forward and backward depends on.
+struct WorkspaceRequest {
+    Device device;
+    int64_t head_dim_qk;
+    int64_t head_dim_v;
+    int32_t num_threads;              // of the CPU; unused on CUDA
+    std::vector<int64_t> work_shape;  // as in ForwardCall
+};
+
+// A forward and the work list that it runs on.
+struct ForwardCall : ForwardParams {
+    const int32_t* work;              // device copy of a cuda::ForwardWork; nullptr on the CPU
+    std::vector<int64_t> work_shape;  // its shape; empty on the CPU
+};
+
+struct BackwardCall : BackwardParams {
+    const int32_t* work;              // device copy of a cuda::BackwardWork; nullptr on the CPU
+    std::vector<int64_t> work_shape;  // its shape; empty on the CPU
+};
 
 // All of them throw std::invalid_argument, with the values, when the params contradict each other.
-void forward(const ForwardParams& params);
-void backward(const BackwardParams& params);
+// On CUDA they return once the kernels are queued.
+int64_t forward_workspace_bytes(const WorkspaceRequest& request);
+int64_t backward_workspace_bytes(const WorkspaceRequest& request);
+void forward(const ForwardCall& call);
+void backward(const BackwardCall& call);
 void merge(const MergeParams& params);
 void add(const AddParams& params);
 void encode(const EncodeParams& params);

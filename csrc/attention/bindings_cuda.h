@@ -3,14 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include <cstdint>
-
 namespace splitkv {
-
-template <typename T>
-T* as_pointer(uintptr_t address) {
-    return reinterpret_cast<T*>(address);
-}
 
 void bind_cuda(pybind11::module_& m);
 

@@ -1,4 +1,4 @@
-// Size checks that the CPU and CUDA entry points share. Each throws std::invalid_argument with the
+// Checks of sizes and dtypes that hold on every device. Each throws std::invalid_argument with the
 // values.
 #pragma once
 
@@ -68,6 +68,30 @@ inline void check_inputs(const Rows& q, const Rows& k, const Rows& v) {
     check_shape("k", k, k.rows, k.heads, q.dim);
     check_shape("v", v, k.rows, k.heads, v.dim);
     SPLITKV_CHECK(k.dtype == q.dtype && v.dtype == q.dtype, "q, k and v differ in dtype");
+}
+
+inline void check_forward(const ForwardParams& params) {
+    const Rows& q = params.q;
+    check_inputs(q, params.k, params.v);
+    check_shape("out", params.out, q.rows, q.heads, params.v.dim);
+    check_shape("lse", params.lse, q.rows, q.heads, 1);
+    check_float32("lse", params.lse);
+}
+
+inline void check_backward(const BackwardParams& params) {
+    const Rows& q = params.q;
+    check_inputs(q, params.k, params.v);
+    check_shape("dout", params.dout, q.rows, q.heads, params.v.dim);
+    check_shape("lse", params.lse, q.rows, q.heads, 1);
+    check_shape("delta", params.delta, q.rows, q.heads, 1);
+    check_shape("dq", params.dq, q.rows, q.heads, q.dim);
+    check_shape("dk", params.dk, params.k.rows, params.k.heads, q.dim);
+    check_shape("dv", params.dv, params.k.rows, params.k.heads, params.v.dim);
+    check_float32("lse", params.lse);
+    check_float32("delta", params.delta);
+    check_float32("dq", params.dq);
+    check_float32("dk", params.dk);
+    check_float32("dv", params.dv);
 }
 
 }  // namespace splitkv

@@ -1,5 +1,6 @@
-// The CUDA backend as the bindings see it. Each function checks its arguments, then launches on the
-// given stream and returns: no synchronization, no allocation, capturable in a CUDA graph.
+// The CUDA backend as the api sees it. Params arrive checked as far as all devices agree; each
+// function refuses what CUDA alone cannot do, then launches on the given stream and returns: no
+// synchronization, no allocation, capturable in a CUDA graph.
 // Errors: std::invalid_argument with the values, before anything is launched.
 #pragma once
 
@@ -31,7 +32,8 @@ void add(const AddParams& params);
 
 void encode(const EncodeParams& params);
 
-// sums[row, head] = sum over dim of a * b, fp32: delta, from dout and the merged out.
+// sums[row, head] = sum over dim of a * b, fp32: delta, from dout and the merged out. CUDA alone,
+// so it checks all that it is given.
 void row_dot(const Rows& a, const Rows& b, const Rows& sums, const Launch& launch);
 
 }  // namespace splitkv::cuda

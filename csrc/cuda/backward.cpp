@@ -1,8 +1,7 @@
-// Backward of partial attention on CUDA: checks, workspace, and the kernels.
+// Backward of partial attention on CUDA: its own checks, workspace, and the kernels.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "attention/checks.h"
 #include "cuda/backend.h"
 #include "cuda/launch.h"
 #include "cuda/sm80/partial_bwd.h"
@@ -56,22 +55,8 @@ WorkspaceLayout workspace_layout(const BackwardWorkShape& shape) {
     return layout;
 }
 
-void check_rows(const BackwardParams& params) {
+void check_call(const BackwardParams& params, const BackwardWorkShape& shape) {
     const Rows& q = params.q;
-    check_inputs(q, params.k, params.v);
-    check_shape("dout", params.dout, q.rows, q.heads, params.v.dim);
-    check_shape("lse", params.lse, q.rows, q.heads, 1);
-    check_shape("delta", params.delta, q.rows, q.heads, 1);
-    check_shape("dq", params.dq, q.rows, q.heads, q.dim);
-    check_shape("dk", params.dk, params.k.rows, params.k.heads, q.dim);
-    check_shape("dv", params.dv, params.k.rows, params.k.heads, params.v.dim);
-    for (const auto& [name, tensor] : {std::pair<const char*, const Rows&>{"lse", params.lse},
-                                       {"delta", params.delta},
-                                       {"dq", params.dq},
-                                       {"dk", params.dk},
-                                       {"dv", params.dv}}) {
-        check_float32(name, tensor);
-    }
     SPLITKV_CHECK(q.dtype != DType::kFloat32, "q is float32, needs bfloat16 or float16 on CUDA");
     SPLITKV_CHECK(params.dout.dtype == q.dtype, "dout and q differ in dtype");
     SPLITKV_CHECK(params.softmax_scale > 0.0f, "softmax_scale=", params.softmax_scale,
@@ -79,11 +64,6 @@ void check_rows(const BackwardParams& params) {
     SPLITKV_CHECK(
         q.rows <= 1 || (params.dq.head_stride == q.dim && params.dq.row_stride == q.heads * q.dim),
         "dq must be contiguous");
-}
-
-void check_call(const BackwardParams& params, const BackwardWorkShape& shape) {
-    check_rows(params);
-    const Rows& q = params.q;
     SPLITKV_CHECK(shape.num_rows == q.rows && shape.num_keys == params.k.rows &&
                       shape.num_heads_q == q.heads && shape.num_heads_kv == params.k.heads &&
                       shape.head_dim_qk == q.dim && shape.head_dim_v == params.v.dim,

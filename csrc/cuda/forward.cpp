@@ -1,8 +1,8 @@
-// Forward of partial attention on CUDA: checks, workspace, the kernel, and the join of split rows.
+// Forward of partial attention on CUDA: its own checks, workspace, the kernel, and the join of
+// split rows.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "attention/checks.h"
 #include "cuda/backend.h"
 #include "cuda/launch.h"
 #include "cuda/merge.cuh"
@@ -48,10 +48,6 @@ Rows float_rows(char* data, const ForwardWorkShape& shape, int64_t dim) {
 
 void check_call(const ForwardParams& params, const ForwardWorkShape& shape) {
     const Rows& q = params.q;
-    check_inputs(q, params.k, params.v);
-    check_shape("out", params.out, q.rows, q.heads, params.v.dim);
-    check_shape("lse", params.lse, q.rows, q.heads, 1);
-    check_float32("lse", params.lse);
     SPLITKV_CHECK(q.dtype != DType::kFloat32, "q is float32, needs bfloat16 or float16 on CUDA");
     SPLITKV_CHECK(params.softmax_scale > 0.0f, "softmax_scale=", params.softmax_scale,
                   " must be positive on CUDA");

@@ -214,7 +214,6 @@ void merge_split_rows(const Rows& out, const Rows& lse, const Rows& part_out, co
 
 void merge(const MergeParams& params) {
     const Rows& out = params.out;
-    check_merge(params);
     const DeviceGuard guard(params.launch.device_index);
     MergeKernelParams<CsrSlots> kernel_params{};
     kernel_params.out = out;

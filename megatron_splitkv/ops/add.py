@@ -4,24 +4,15 @@ import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
-from megatron_splitkv.ops.cuda import cuda_launch
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
-    OP_NAMESPACE,
     as_rows,
     check_no_grad,
     check_slots,
     check_tensor,
-    cpu_launch,
-    refusal,
-)
-
-_ADD = f"{OP_NAMESPACE}::add_partials_"
-
-torch.library.define(
-    _ADD,
-    "(Tensor(a!) total, Tensor parts, Tensor part_ptr, Tensor part_slots, "
-    "Tensor? part_scale=None) -> ()",
+    launch_on,
+    no_outputs,
+    register_op,
 )
 
 
@@ -61,26 +52,7 @@ def add_partials_(
     torch.ops.megatron_splitkv.add_partials_.default(total, parts, part_ptr, part_slots, part_scale)
 
 
-def _add_fake(
-    total: Tensor,
-    parts: Tensor,
-    part_ptr: Tensor,
-    part_slots: Tensor,
-    part_scale: Tensor | None = None,
-) -> None:
-    return None
-
-
-torch.library.register_fake(_ADD, _add_fake)
-
-
-@torch.library.impl(_ADD, "default")
-def _add_refused(total: Tensor, *_args: object, **_kwargs: object) -> None:
-    raise refusal("add_partials_", total)
-
-
-@torch.library.impl(_ADD, "cpu")
-def _add_cpu(
+def _add(
     total: Tensor,
     parts: Tensor,
     part_ptr: Tensor,
@@ -94,24 +66,14 @@ def _add_cpu(
         part_ptr=part_ptr.data_ptr(),
         part_slots=part_slots.data_ptr(),
         num_slots=len(part_slots),
-        launch=cpu_launch(None),
+        launch=launch_on(total.device),
     )
 
 
-@torch.library.impl(_ADD, "cuda")
-def _add_cuda(
-    total: Tensor,
-    parts: Tensor,
-    part_ptr: Tensor,
-    part_slots: Tensor,
-    part_scale: Tensor | None = None,
-) -> None:
-    _kernels.cuda_add(
-        total=as_rows(total),
-        parts=as_rows(parts),
-        part_scale=None if part_scale is None else as_rows(part_scale),
-        part_ptr=part_ptr.data_ptr(),
-        part_slots=part_slots.data_ptr(),
-        num_slots=len(part_slots),
-        launch=cuda_launch(total.device, None),
-    )
+register_op(
+    "add_partials_",
+    "(Tensor(a!) total, Tensor parts, Tensor part_ptr, Tensor part_slots, "
+    "Tensor? part_scale=None) -> ()",
+    native=_add,
+    fake=no_outputs,
+)

@@ -1,7 +1,4 @@
-"""What the ops share on CUDA: what the kernels refuse, and where they run.
-
-Kernels run on the current stream of the tensors' device and never wait for the host.
-"""
+"""What the ops share on CUDA: what the kernels refuse, and the work list of a call."""
 
 import torch
 from torch import Tensor
@@ -84,15 +81,3 @@ def _given(work: WorkLists | None, q: Tensor) -> WorkLists:
             "WorkLists(kv_begin.cpu(), kv_end.cpu()), made once for all layers of a microbatch"
         )
     return work
-
-
-def cuda_launch(device: torch.device, workspace: Tensor | None) -> _kernels.Launch:
-    """Runs a kernel on the current stream of the device."""
-    return _kernels.Launch(
-        device=_kernels.Device.cuda,
-        stream=torch.cuda.current_stream(device).cuda_stream,
-        workspace=0 if workspace is None else workspace.data_ptr(),
-        workspace_bytes=0 if workspace is None else workspace.numel(),
-        num_threads=1,
-        device_index=device.index,
-    )

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
-from megatron_splitkv.ops.cuda import cuda_launch
-from megatron_splitkv.ops.native import INPUT_DTYPES, OP_NAMESPACE, as_rows, check_tensor, refusal
-
-_DELTA = f"{OP_NAMESPACE}::attention_delta"
-
-torch.library.define(_DELTA, "(Tensor dout, Tensor out) -> Tensor")
+from megatron_splitkv.ops.native import (
+    INPUT_DTYPES,
+    as_rows,
+    check_tensor,
+    launch_on,
+    register_op,
+)
 
 
 def attention_delta(dout: Tensor, out: Tensor) -> Tensor:
@@ -30,30 +31,23 @@ def attention_delta(dout: Tensor, out: Tensor) -> Tensor:
     return torch.ops.megatron_splitkv.attention_delta.default(dout, out)
 
 
-def _delta_fake(dout: Tensor, out: Tensor) -> Tensor:
+def _empty_delta(dout: Tensor, _out: Tensor) -> Tensor:
     return dout.new_empty(dout.shape[:2], dtype=torch.float32)
 
 
-torch.library.register_fake(_DELTA, _delta_fake)
-
-
-@torch.library.impl(_DELTA, "default")
-def _delta_refused(dout: Tensor, *_args: object) -> Tensor:
-    raise refusal("attention_delta", dout)
-
-
-@torch.library.impl(_DELTA, "cpu")
-def _delta_cpu(dout: Tensor, out: Tensor) -> Tensor:
-    return (dout.float() * out.float()).sum(dim=-1)
-
-
-@torch.library.impl(_DELTA, "cuda")
-def _delta_cuda(dout: Tensor, out: Tensor) -> Tensor:
-    delta = dout.new_empty(dout.shape[:2], dtype=torch.float32)
+def _delta(dout: Tensor, out: Tensor) -> Tensor:
+    if not dout.is_cuda:
+        return (dout.float() * out.float()).sum(dim=-1)
+    delta = _empty_delta(dout, out)
     _kernels.cuda_row_dot(
-        a=as_rows(dout),
-        b=as_rows(out),
-        sums=as_rows(delta),
-        launch=cuda_launch(dout.device, None),
+        a=as_rows(dout), b=as_rows(out), sums=as_rows(delta), launch=launch_on(dout.device)
     )
     return delta
+
+
+register_op(
+    "attention_delta",
+    "(Tensor dout, Tensor out) -> Tensor",
+    native=_delta,
+    fake=_empty_delta,
+)

@@ -4,19 +4,14 @@ import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
-from megatron_splitkv.ops.cuda import cuda_launch
 from megatron_splitkv.ops.native import (
-    OP_NAMESPACE,
     as_rows,
     check_no_grad,
     check_tensor,
-    cpu_launch,
-    refusal,
+    launch_on,
+    no_outputs,
+    register_op,
 )
-
-_ENCODE = f"{OP_NAMESPACE}::encode_partials_"
-
-torch.library.define(_ENCODE, "(Tensor(a!) encoded, Tensor(b!) scale, Tensor values) -> ()")
 
 
 def encode_partials_(encoded: Tensor, scale: Tensor, values: Tensor) -> None:
@@ -42,33 +37,18 @@ def encode_partials_(encoded: Tensor, scale: Tensor, values: Tensor) -> None:
     torch.ops.megatron_splitkv.encode_partials_.default(encoded, scale, values)
 
 
-def _encode_fake(encoded: Tensor, scale: Tensor, values: Tensor) -> None:
-    return None
-
-
-torch.library.register_fake(_ENCODE, _encode_fake)
-
-
-@torch.library.impl(_ENCODE, "default")
-def _encode_refused(encoded: Tensor, *_args: object) -> None:
-    raise refusal("encode_partials_", encoded)
-
-
-@torch.library.impl(_ENCODE, "cpu")
-def _encode_cpu(encoded: Tensor, scale: Tensor, values: Tensor) -> None:
+def _encode(encoded: Tensor, scale: Tensor, values: Tensor) -> None:
     _kernels.encode(
         values=as_rows(values),
         encoded=as_rows(encoded),
         scale=as_rows(scale),
-        launch=cpu_launch(None),
+        launch=launch_on(values.device),
     )
 
 
-@torch.library.impl(_ENCODE, "cuda")
-def _encode_cuda(encoded: Tensor, scale: Tensor, values: Tensor) -> None:
-    _kernels.cuda_encode(
-        values=as_rows(values),
-        encoded=as_rows(encoded),
-        scale=as_rows(scale),
-        launch=cuda_launch(values.device, None),
-    )
+register_op(
+    "encode_partials_",
+    "(Tensor(a!) encoded, Tensor(b!) scale, Tensor values) -> ()",
+    native=_encode,
+    fake=no_outputs,
+)

@@ -4,24 +4,15 @@ import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
-from megatron_splitkv.ops.cuda import cuda_launch
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
-    OP_NAMESPACE,
     as_rows,
     check_no_grad,
     check_slots,
     check_tensor,
-    cpu_launch,
-    refusal,
-)
-
-_MERGE = f"{OP_NAMESPACE}::merge_partials_"
-
-torch.library.define(
-    _MERGE,
-    "(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse, Tensor part_ptr, "
-    "Tensor part_slots, Tensor? part_scale=None) -> ()",
+    launch_on,
+    no_outputs,
+    register_op,
 )
 
 
@@ -73,28 +64,7 @@ def merge_partials_(
     )
 
 
-def _merge_fake(
-    out: Tensor,
-    lse: Tensor,
-    part_out: Tensor,
-    part_lse: Tensor,
-    part_ptr: Tensor,
-    part_slots: Tensor,
-    part_scale: Tensor | None = None,
-) -> None:
-    return None
-
-
-torch.library.register_fake(_MERGE, _merge_fake)
-
-
-@torch.library.impl(_MERGE, "default")
-def _merge_refused(out: Tensor, *_args: object, **_kwargs: object) -> None:
-    raise refusal("merge_partials_", out)
-
-
-@torch.library.impl(_MERGE, "cpu")
-def _merge_cpu(
+def _merge(
     out: Tensor,
     lse: Tensor,
     part_out: Tensor,
@@ -112,28 +82,14 @@ def _merge_cpu(
         part_ptr=part_ptr.data_ptr(),
         part_slots=part_slots.data_ptr(),
         num_slots=len(part_slots),
-        launch=cpu_launch(None),
+        launch=launch_on(out.device),
     )
 
 
-@torch.library.impl(_MERGE, "cuda")
-def _merge_cuda(
-    out: Tensor,
-    lse: Tensor,
-    part_out: Tensor,
-    part_lse: Tensor,
-    part_ptr: Tensor,
-    part_slots: Tensor,
-    part_scale: Tensor | None = None,
-) -> None:
-    _kernels.cuda_merge(
-        out=as_rows(out),
-        lse=as_rows(lse),
-        part_out=as_rows(part_out),
-        part_lse=as_rows(part_lse),
-        part_scale=None if part_scale is None else as_rows(part_scale),
-        part_ptr=part_ptr.data_ptr(),
-        part_slots=part_slots.data_ptr(),
-        num_slots=len(part_slots),
-        launch=cuda_launch(out.device, None),
-    )
+register_op(
+    "merge_partials_",
+    "(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse, Tensor part_ptr, "
+    "Tensor part_slots, Tensor? part_scale=None) -> ()",
+    native=_merge,
+    fake=no_outputs,
+)

@@ -1,6 +1,7 @@
 """What the ops share: tensor checks, and handing tensors to the native kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ _NATIVE_DTYPES = {
     torch.bfloat16: _kernels.DType.bfloat16,
     torch.float16: _kernels.DType.float16,
 }
+_NATIVE_DEVICES = {"cpu": _kernels.Device.cpu, "cuda": _kernels.Device.cuda}
 
 
 def check_tensor(
@@ -131,16 +133,53 @@ def as_rows(tensor: Tensor) -> _kernels.Rows:
     )
 
 
-def cpu_launch(workspace: Tensor | None) -> _kernels.Launch:
-    """Runs a kernel on the CPU with as many threads as torch uses.
+def as_address(tensor: Tensor | None) -> int:
+    """Where the elements lie, 0 for None; the caller keeps the tensor alive while it is used."""
+    return 0 if tensor is None else tensor.data_ptr()
 
-    The launch holds an address: the caller keeps `workspace` alive until the kernel has returned.
+
+def native_device(device: torch.device) -> _kernels.Device:
+    """Which of the two backends runs for a device."""
+    return _NATIVE_DEVICES[device.type]
+
+
+def launch_on(device: torch.device, workspace: Tensor | None = None) -> _kernels.Launch:
+    """Runs a kernel on the CPU with as many threads as torch uses, or on CUDA's current stream.
+
+    The launch holds an address: the caller keeps `workspace` alive until the op has returned.
     """
+    is_cuda = device.type == "cuda"
     return _kernels.Launch(
-        device=_kernels.Device.cpu,
-        stream=0,
-        workspace=0 if workspace is None else workspace.data_ptr(),
+        device=native_device(device),
+        stream=torch.cuda.current_stream(device).cuda_stream if is_cuda else 0,
+        workspace=as_address(workspace),
         workspace_bytes=0 if workspace is None else workspace.numel(),
         num_threads=torch.get_num_threads(),
-        device_index=0,
+        device_index=device.index if is_cuda else 0,
     )
+
+
+def no_outputs(*_args: object, **_kwargs: object) -> None:
+    """The fake of an op that only writes into its arguments."""
+
+
+def register_op(
+    op: str, schema: str, *, native: Callable[..., object], fake: Callable[..., object]
+) -> None:
+    """Defines an op that runs on the CPU and on CUDA, and is refused by name elsewhere.
+
+    Args:
+        op: its name, without the namespace.
+        schema: its arguments and results, as torch.library writes them.
+        native: runs it, on tensors of either device.
+        fake: gives the results without their values.
+    """
+    name = f"{OP_NAMESPACE}::{op}"
+
+    def refuse(first: Tensor, *_args: object, **_kwargs: object) -> NoReturn:
+        raise refusal(op, first)
+
+    torch.library.define(name, schema)
+    torch.library.register_fake(name, fake)
+    torch.library.impl(name, "default", refuse)
+    torch.library.impl(name, ("cpu", "cuda"), native)

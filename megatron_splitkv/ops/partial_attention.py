@@ -5,39 +5,25 @@ head h reads KV head `h // (Hq // Hkv)`. Autograd lives in `attention.py`, not h
 the backward is that of the merged result, which a single partial does not know.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
-from megatron_splitkv.ops.cuda import backward_work, cuda_launch, forward_work
+from megatron_splitkv.ops.cuda import backward_work, forward_work
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
-    OP_NAMESPACE,
+    as_address,
     as_rows,
     check_attention_inputs,
     check_no_grad,
     check_tensor,
-    cpu_launch,
-    refusal,
+    launch_on,
+    native_device,
+    register_op,
 )
 from megatron_splitkv.ops.work_lists import WorkLists
-
-_FORWARD = f"{OP_NAMESPACE}::partial_attention"
-_BACKWARD = f"{OP_NAMESPACE}::partial_attention_backward"
-
-torch.library.define(
-    _FORWARD,
-    "(Tensor q, Tensor k, Tensor v, Tensor kv_begin, Tensor kv_end, *, float softmax_scale, "
-    "ScalarType out_dtype, Tensor? work=None, int[] work_shape=[]) -> (Tensor, Tensor)",
-)
-torch.library.define(
-    _BACKWARD,
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor kv_begin, "
-    "Tensor kv_end, Tensor(a!) dk, Tensor(b!) dv, *, float softmax_scale, bool accumulate=True, "
-    "Tensor? work=None, int[] work_shape=[]) -> Tensor",
-)
 
 
 def partial_attention(
@@ -177,61 +163,31 @@ def partial_attention_backward(
     )
 
 
-def _forward_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_begin: Tensor,
-    kv_end: Tensor,
-    *,
-    softmax_scale: float,
-    out_dtype: torch.dtype,
-    work: Tensor | None = None,
-    work_shape: Sequence[int] = (),
+def _empty_outputs(
+    q: Tensor, _k: Tensor, v: Tensor, *_args: object, out_dtype: torch.dtype, **_kwargs: object
 ) -> tuple[Tensor, Tensor]:
-    num_rows, num_heads_q, _ = q.shape
-    out = q.new_empty((num_rows, num_heads_q, v.shape[-1]), dtype=out_dtype)
-    return out, q.new_empty((num_rows, num_heads_q), dtype=torch.float32)
+    out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=out_dtype)
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-torch.library.register_fake(_FORWARD, _forward_fake)
-
-
-def _backward_fake(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    kv_begin: Tensor,
-    kv_end: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *,
-    softmax_scale: float,
-    accumulate: bool = True,
-    work: Tensor | None = None,
-    work_shape: Sequence[int] = (),
-) -> Tensor:
+def _empty_dq(_dout: Tensor, q: Tensor, *_args: object, **_kwargs: object) -> Tensor:
     return q.new_empty(q.shape, dtype=torch.float32)
 
 
-torch.library.register_fake(_BACKWARD, _backward_fake)
+def _workspace(
+    num_bytes: Callable[..., int], q: Tensor, v: Tensor, work_shape: Sequence[int]
+) -> Tensor:
+    size = num_bytes(
+        device=native_device(q.device),
+        head_dim_qk=q.shape[2],
+        head_dim_v=v.shape[2],
+        num_threads=torch.get_num_threads(),
+        work_shape=work_shape,
+    )
+    return q.new_empty(size, dtype=torch.uint8)
 
 
-@torch.library.impl(_FORWARD, "default")
-def _forward_refused(q: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
-    raise refusal("partial_attention", q)
-
-
-@torch.library.impl(_BACKWARD, "default")
-def _backward_refused(dout: Tensor, *_args: object, **_kwargs: object) -> Tensor:
-    raise refusal("partial_attention_backward", dout)
-
-
-@torch.library.impl(_FORWARD, "cpu")
-def _forward_cpu(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -243,14 +199,8 @@ def _forward_cpu(
     work: Tensor | None = None,
     work_shape: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    num_rows, num_heads_q, head_dim_qk = q.shape
-    head_dim_v = v.shape[-1]
-    out = torch.empty((num_rows, num_heads_q, head_dim_v), dtype=out_dtype)
-    lse = torch.empty((num_rows, num_heads_q), dtype=torch.float32)
-    num_bytes = _kernels.forward_workspace_bytes(
-        head_dim_qk=head_dim_qk, head_dim_v=head_dim_v, num_threads=torch.get_num_threads()
-    )
-    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    out, lse = _empty_outputs(q, k, v, out_dtype=out_dtype)
+    workspace = _workspace(_kernels.forward_workspace_bytes, q, v, work_shape)
     _kernels.forward(
         q=as_rows(q),
         k=as_rows(k),
@@ -260,48 +210,14 @@ def _forward_cpu(
         out=as_rows(out),
         lse=as_rows(lse),
         softmax_scale=softmax_scale,
-        launch=cpu_launch(workspace),
-    )
-    return out, lse
-
-
-@torch.library.impl(_FORWARD, "cuda")
-def _forward_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_begin: Tensor,
-    kv_end: Tensor,
-    *,
-    softmax_scale: float,
-    out_dtype: torch.dtype,
-    work: Tensor | None = None,
-    work_shape: Sequence[int] = (),
-) -> tuple[Tensor, Tensor]:
-    assert work is not None, "partial_attention passes the work list"
-    num_rows, num_heads_q, _ = q.shape
-    out = q.new_empty((num_rows, num_heads_q, v.shape[2]), dtype=out_dtype)
-    lse = q.new_empty((num_rows, num_heads_q), dtype=torch.float32)
-    num_bytes = _kernels.cuda_forward_workspace_bytes(work_shape)
-    workspace = q.new_empty(num_bytes, dtype=torch.uint8)
-    _kernels.cuda_forward(
-        q=as_rows(q),
-        k=as_rows(k),
-        v=as_rows(v),
-        kv_begin=kv_begin.data_ptr(),
-        kv_end=kv_end.data_ptr(),
-        out=as_rows(out),
-        lse=as_rows(lse),
-        softmax_scale=softmax_scale,
-        work=work.data_ptr(),
+        work=as_address(work),
         work_shape=work_shape,
-        launch=cuda_launch(q.device, workspace),
+        launch=launch_on(q.device, workspace),
     )
     return out, lse
 
 
-@torch.library.impl(_BACKWARD, "cpu")
-def _backward_cpu(
+def _backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -318,14 +234,14 @@ def _backward_cpu(
     work: Tensor | None = None,
     work_shape: Sequence[int] = (),
 ) -> Tensor:
-    if not accumulate:
+    dq = _empty_dq(dout, q)
+    if q.is_cuda:  # where the kernels take one input dtype
+        dout = dout.to(q.dtype)
+    elif not accumulate:  # the CPU kernels only add
         dk.zero_()
         dv.zero_()
-    dq = torch.empty(q.shape, dtype=torch.float32)
-    num_bytes = _kernels.backward_workspace_bytes(
-        head_dim_qk=q.shape[-1], head_dim_v=v.shape[-1], num_threads=torch.get_num_threads()
-    )
-    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+        accumulate = True
+    workspace = _workspace(_kernels.backward_workspace_bytes, q, v, work_shape)
     _kernels.backward(
         dout=as_rows(dout),
         q=as_rows(q),
@@ -338,50 +254,27 @@ def _backward_cpu(
         dq=as_rows(dq),
         dk=as_rows(dk),
         dv=as_rows(dv),
-        softmax_scale=softmax_scale,
-        launch=cpu_launch(workspace),
-    )
-    return dq
-
-
-@torch.library.impl(_BACKWARD, "cuda")
-def _backward_cuda(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    kv_begin: Tensor,
-    kv_end: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *,
-    softmax_scale: float,
-    accumulate: bool = True,
-    work: Tensor | None = None,
-    work_shape: Sequence[int] = (),
-) -> Tensor:
-    assert work is not None, "partial_attention_backward passes the work list"
-    dq = q.new_empty(q.shape, dtype=torch.float32)
-    num_bytes = _kernels.cuda_backward_workspace_bytes(work_shape)
-    workspace = q.new_empty(num_bytes, dtype=torch.uint8)
-    _kernels.cuda_backward(
-        dout=as_rows(dout.to(q.dtype)),
-        q=as_rows(q),
-        k=as_rows(k),
-        v=as_rows(v),
-        lse=as_rows(lse),
-        delta=as_rows(delta),
-        kv_begin=kv_begin.data_ptr(),
-        kv_end=kv_end.data_ptr(),
-        dq=as_rows(dq),
-        dk=as_rows(dk),
-        dv=as_rows(dv),
         accumulates=accumulate,
         softmax_scale=softmax_scale,
-        work=work.data_ptr(),
+        work=as_address(work),
         work_shape=work_shape,
-        launch=cuda_launch(q.device, workspace),
+        launch=launch_on(q.device, workspace),
     )
     return dq
+
+
+register_op(
+    "partial_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor kv_begin, Tensor kv_end, *, float softmax_scale, "
+    "ScalarType out_dtype, Tensor? work=None, int[] work_shape=[]) -> (Tensor, Tensor)",
+    native=_forward,
+    fake=_empty_outputs,
+)
+register_op(
+    "partial_attention_backward",
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor kv_begin, "
+    "Tensor kv_end, Tensor(a!) dk, Tensor(b!) dv, *, float softmax_scale, bool accumulate=True, "
+    "Tensor? work=None, int[] work_shape=[]) -> Tensor",
+    native=_backward,
+    fake=_empty_dq,
+)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.ops import merge_partials_
-from megatron_splitkv.ops.native import as_rows, cpu_launch
+from megatron_splitkv.ops.native import as_rows, launch_on
 from tests.ops.cases import Case, Shape, check_backward, check_forward, make_case
 
 ISAS = _kernels.cpu_isas().split()
@@ -129,7 +129,11 @@ def test_outputs_beyond_two_to_the_31(is_head_far: bool) -> None:
     far_out = _far_apart(torch.zeros_like(out), is_head_far)
     far_lse = _far_apart(torch.zeros_like(lse)[..., None], is_head_far)[..., 0]
     num_bytes = _kernels.forward_workspace_bytes(
-        head_dim_qk=32, head_dim_v=32, num_threads=torch.get_num_threads()
+        device=_kernels.Device.cpu,
+        head_dim_qk=32,
+        head_dim_v=32,
+        num_threads=torch.get_num_threads(),
+        work_shape=(),
     )
     workspace = torch.empty(num_bytes, dtype=torch.uint8)
     _kernels.forward(
@@ -141,7 +145,9 @@ def test_outputs_beyond_two_to_the_31(is_head_far: bool) -> None:
         out=as_rows(far_out),
         lse=as_rows(far_lse),
         softmax_scale=case.softmax_scale,
-        launch=cpu_launch(workspace),
+        work=0,
+        work_shape=(),
+        launch=launch_on(workspace.device, workspace),
     )
     assert torch.equal(far_out, out)
     assert torch.equal(far_lse, lse)

@@ -1,0 +1,82 @@
+// Binds functions of one struct: each field named here is a keyword argument in Python.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+#include "attention/params.h"
+#include "cuda/family.h"
+
+namespace splitkv {
+
+namespace py = pybind11;
+using keep_gil = py::call_guard<>;
+using release_gil = py::call_guard<py::gil_scoped_release>;
+
+template <typename T>
+T* as_pointer(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// What Python passes for a member, and the member made of it: mostly the same.
+template <typename Member>
+struct Argument {
+    using Type = Member;
+    static Member read(Member value) { return value; }
+};
+
+template <typename T>
+struct Argument<T*> {
+    using Type = uintptr_t;  // an address
+    static T* read(uintptr_t address) { return as_pointer<T>(address); }
+};
+
+template <>
+struct Argument<Rows> {
+    using Type = const Rows*;  // nullptr for None
+    static Rows read(const Rows* rows) { return rows == nullptr ? Rows{} : *rows; }
+};
+
+template <>
+struct Argument<cuda::Family> {
+    using Type = std::string;  // its name
+    static cuda::Family read(const std::string& name) { return cuda::family_from_name(name); }
+};
+
+template <typename Struct, typename Member>
+struct Field {
+    Field(const char* name, Member Struct::* member, bool is_optional = false)
+        : name(name), member(member), is_optional(is_optional) {}
+
+    using Arg = Argument<Member>;
+    using ArgType = typename Arg::Type;
+    py::arg keyword() const { return py::arg(name).none(is_optional); }
+
+    const char* name;
+    Member Struct::* member;
+    bool is_optional;  // Rows alone: None leaves it empty
+};
+
+// `function` of a struct as a function of the fields. A field not named here is zero.
+template <typename Result, typename Struct, typename... Fields>
+auto of_fields(Result (*function)(const Struct&), Fields... fields) {
+    return [function, fields...](typename Fields::ArgType... values) {
+        Struct params{};
+        ((params.*fields.member = Fields::Arg::read(values)), ...);
+        return function(params);
+    };
+}
+
+template <typename Result, typename Struct, typename... Fields>
+void def(py::module_& m, const char* name, Result (*function)(const Struct&), Fields... fields) {
+    m.def(name, of_fields(function, fields...), py::kw_only(), fields.keyword()..., release_gil());
+}
+
+template <typename Guard, typename Class, typename Struct, typename... Fields>
+void def_init(py::class_<Class>& bound, Class (*make)(const Struct&), Fields... fields) {
+    bound.def(py::init(of_fields(make, fields...)), py::kw_only(), fields.keyword()..., Guard());
+}
+
+}  // namespace splitkv
