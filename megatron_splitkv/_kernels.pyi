@@ -72,11 +72,23 @@ def merge(
     lse: Rows,
     part_out: Rows,
     part_lse: Rows,
+    part_scale: Rows | None,
     part_ptr: int,
     part_slots: int,
     num_slots: int,
     launch: Launch,
 ) -> None: ...
+def add(
+    *,
+    total: Rows,
+    parts: Rows,
+    part_scale: Rows | None,
+    part_ptr: int,
+    part_slots: int,
+    num_slots: int,
+    launch: Launch,
+) -> None: ...
+def encode(*, values: Rows, encoded: Rows, scale: Rows, launch: Launch) -> None: ...
 def cpu_isas() -> str: ...
 def current_cpu_isa() -> str: ...
 def force_cpu_isa(name: str) -> None: ...
@@ -156,6 +168,7 @@ def cuda_backward(
     dq: Rows,
     dk: Rows,
     dv: Rows,
+    accumulates: bool,
     softmax_scale: float,
     work: int,
     work_shape: Sequence[int],
@@ -167,9 +180,21 @@ def cuda_merge(
     lse: Rows,
     part_out: Rows,
     part_lse: Rows,
+    part_scale: Rows | None,
     part_ptr: int,
     part_slots: int,
     num_slots: int,
     launch: Launch,
 ) -> None: ...
+def cuda_add(
+    *,
+    total: Rows,
+    parts: Rows,
+    part_scale: Rows | None,
+    part_ptr: int,
+    part_slots: int,
+    num_slots: int,
+    launch: Launch,
+) -> None: ...
+def cuda_encode(*, values: Rows, encoded: Rows, scale: Rows, launch: Launch) -> None: ...
 def cuda_row_dot(*, a: Rows, b: Rows, sums: Rows, launch: Launch) -> None: ...

@@ -6,8 +6,8 @@
               dq partials --return--> owner --sum--> dq
 
 Backward uses the merged lse and the delta of the merged output. A rank's own rows come first and
-need no network; the rows of the other ranks follow in stages, the next one in flight while this
-one is computed.
+need no network; the rows of the other ranks follow in stages. While one stage is computed, the rows
+of the next and the answers to the last are in flight.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,14 @@ from torch import Tensor
 from megatron_splitkv.comm import Pending, RowFormat, Transport, gather_rows, return_rows
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import ExchangeStage, KeyIntervals, ShardLayout
+from megatron_splitkv.ops.add import add_partials_
+from megatron_splitkv.ops.delta import attention_delta
 from megatron_splitkv.ops.merge import merge_partials_
 from megatron_splitkv.ops.partial_attention import partial_attention, partial_attention_backward
 from megatron_splitkv.ops.work_lists import WorkLists
+from megatron_splitkv.wire import PartialFormat
 
-_WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +144,12 @@ class _Call(NamedTuple):
     def layout(self) -> ShardLayout:
         return self.context.layout
 
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        return _WIRE_DTYPES[self.context.config.partial_dtype]
+    def partial_format(self, q: Tensor, dim: int, *, has_lse: bool) -> PartialFormat:
+        """The wire row of partials `[R, Hq, dim]` that answer query rows like q."""
+        partial_dtype = self.context.config.resolved_partial_dtype(_DTYPE_NAMES[q.dtype])
+        return PartialFormat(
+            partial_dtype=partial_dtype, num_heads=q.shape[1], dim=dim, has_lse=has_lse
+        )
 
 
 class _SplitKVAttention(torch.autograd.Function):
@@ -161,7 +167,11 @@ class _SplitKVAttention(torch.autograd.Function):
         layout = call.layout
         q = _clear_padding(q, layout.query_padding)
         k, v = (_clear_padding(tensor, layout.kv_padding) for tensor in (k, v))
-        out, lse, kept_queries = _forward(q, _KeysValues(k, v), _paired(block_k, block_v), call)
+        # Rounded at once where nothing is left to be merged.
+        is_alone = not layout.stages and block_k is None and sink is None
+        own_dtype = q.dtype if is_alone else torch.float32
+        keys, block = _KeysValues(k, v), _paired(block_k, block_v)
+        out, lse, kept_queries = _forward(q, keys, block, call, own_dtype)
         if sink is not None:
             _merge_sink(out, lse, sink)
         out = out.to(q.dtype)
@@ -182,7 +192,7 @@ class _SplitKVAttention(torch.autograd.Function):
         padding = ctx.call.layout.query_padding
         # `out.sum()` gives one expanded number, and kernels need dense rows.
         dout = torch.zeros_like(out) if dout is None else _clear_padding(dout, padding).contiguous()
-        delta = (dout.float() * out.float()).sum(-1)
+        delta = attention_delta(dout, out)
         if dlse is not None:
             delta -= _clear_padding(dlse, padding)
         rows = _BackwardRows(dout=dout, q=q, lse=lse, delta=delta)
@@ -199,8 +209,8 @@ class _KeysValues(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def zero_gradients(self) -> "_KeysValues":
-        return _KeysValues(*(torch.zeros_like(x, dtype=torch.float32) for x in self))
+    def empty_gradients(self) -> "_KeysValues":
+        return _KeysValues(*(torch.empty_like(x, dtype=torch.float32) for x in self))
 
     def to(self, dtype: torch.dtype) -> "_KeysValues":
         return _KeysValues(self.k.to(dtype), self.v.to(dtype))
@@ -221,41 +231,48 @@ class _BackwardRows:
 
 
 def _forward(
-    q: Tensor, keys: _KeysValues, block: _KeysValues | None, call: _Call
+    q: Tensor, keys: _KeysValues, block: _KeysValues | None, call: _Call, own_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Returns merged out `[rows, Hq, Dv]` fp32, lse, and gathered queries that are to be kept."""
+    """Returns merged out `[rows, Hq, Dv]`, lse, and gathered queries that are to be kept."""
     layout = call.layout
-    heads, dim_v = q.shape[1], keys.v.shape[2]
-    out = q.new_empty(len(q), heads, dim_v, dtype=torch.float32)
-    lse = q.new_empty(len(q), heads, dtype=torch.float32)
     query_format = RowFormat(((q.shape[1:], q.dtype),))
-    partial_format = RowFormat((((heads, dim_v), call.wire_dtype), ((heads,), torch.float32)))
+    partial_format = call.partial_format(q, keys.v.shape[2], has_lse=True)
     kept: list[Tensor] = []
 
-    def attend(rows: Tensor, to: _KeysValues, seen: KeyIntervals) -> tuple[Tensor, Tensor]:
+    def attend(
+        rows: Tensor, to: _KeysValues, seen: KeyIntervals, out_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         return partial_attention(
-            rows, to.k, to.v, seen.begin, seen.end,
+            rows, to.k, to.v, seen.begin, seen.end, out_dtype=out_dtype,
             softmax_scale=call.softmax_scale, work=call.context.work_on(seen),
         )  # fmt: skip
 
-    def attend_own() -> None:
-        for merged, partial in zip((out, lse), attend(q, keys, layout.own), strict=True):
-            merged.copy_(partial)
+    def attend_own() -> tuple[Tensor, Tensor]:
+        merged = attend(q, keys, layout.own, own_dtype)
         if block is not None and layout.block is not None:
             each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-            merge_partials_(out, lse, *attend(q, block, layout.block), each, each[:-1])
+            of_block = attend(q, block, layout.block, torch.float32)
+            merge_partials_(*merged, *of_block, each, each[:-1])
+        return merged
 
     def attend_gathered(stage: ExchangeStage, packed: Tensor) -> Tensor:
         (rows,) = query_format.unpack(packed)
         if call.context.config.keep_queries:
             kept.append(rows)
-        return partial_format.pack(attend(rows, keys, stage.intervals))
+        return partial_format.pack(
+            *attend(rows, keys, stage.intervals, partial_format.compute_dtype)
+        )
 
-    def merge(stage: ExchangeStage, packed: Tensor) -> None:
-        partial_out, partial_lse = partial_format.unpack(packed)
-        merge_partials_(out, lse, partial_out, partial_lse, stage.return_ptr, stage.return_slots)
+    def merge(merged: tuple[Tensor, Tensor], stage: ExchangeStage, packed: Tensor) -> None:
+        part = partial_format.unpack(packed)
+        assert part.lse is not None, "outputs travel with their lse"
+        merge_partials_(
+            *merged, part.values, part.lse, stage.return_ptr, stage.return_slots, part.scale
+        )
 
-    _run_stages(call, lambda rows: query_format.pack([q], rows), attend_own, attend_gathered, merge)
+    out, lse = _run_stages(
+        call, lambda rows: query_format.pack([q], rows), attend_own, attend_gathered, merge
+    )
     return out, lse, kept
 
 
@@ -268,73 +285,79 @@ def _backward(
 ) -> tuple[Tensor, _KeysValues, _KeysValues | None]:
     """Returns dq of the own rows, and the gradients of the local keys and of the blocks, fp32."""
     layout = call.layout
-    dq = torch.zeros_like(rows.q, dtype=torch.float32)
-    dkeys = keys.zero_gradients()
-    dblock = None if block is None else block.zero_gradients()
+    dkeys = keys.empty_gradients()  # written by the own rows, then added to
+    dblock = None if block is None else block.empty_gradients()
     sent = [rows.dout, rows.lse, rows.delta] + ([] if kept_queries else [rows.q])
     sent_format = RowFormat(tuple((tensor.shape[1:], tensor.dtype) for tensor in sent))
-    dq_format = RowFormat(((rows.q.shape[1:], call.wire_dtype),))
+    dq_format = call.partial_format(rows.q, rows.q.shape[2], has_lse=False)
     kept = iter(kept_queries)
 
     def attend(
-        part: _BackwardRows, to: _KeysValues, seen: KeyIntervals, gradients: _KeysValues
+        part: _BackwardRows,
+        to: _KeysValues,
+        seen: KeyIntervals,
+        gradients: _KeysValues,
+        *,
+        accumulate: bool,
     ) -> Tensor:
         return partial_attention_backward(
             part.dout, part.q, to.k, to.v, part.lse, part.delta, seen.begin, seen.end, *gradients,
-            softmax_scale=call.softmax_scale, work=call.context.work_on(seen),
+            softmax_scale=call.softmax_scale, accumulate=accumulate,
+            work=call.context.work_on(seen),
         )  # fmt: skip
 
-    def attend_own() -> None:
-        dq.add_(attend(rows, keys, layout.own, dkeys))
+    def attend_own() -> Tensor:
+        dq = attend(rows, keys, layout.own, dkeys, accumulate=False)
         if block is not None and dblock is not None and layout.block is not None:
-            dq.add_(attend(rows, block, layout.block, dblock))
+            dq.add_(attend(rows, block, layout.block, dblock, accumulate=False))
+        return dq
 
     def attend_gathered(stage: ExchangeStage, packed: Tensor) -> Tensor:
         dout, lse, delta, *queries = sent_format.unpack(packed)
         q = queries[0] if queries else next(kept)
         part = _BackwardRows(dout=dout, q=q, lse=lse, delta=delta)
-        return dq_format.pack([attend(part, keys, stage.intervals, dkeys)])
+        return dq_format.pack(attend(part, keys, stage.intervals, dkeys, accumulate=True))
 
-    def add(stage: ExchangeStage, packed: Tensor) -> None:
-        (partials,) = dq_format.unpack(packed)
-        counts = stage.send_counts  # rows of one peer are distinct, so each sum has a fixed order
-        for index, partial in zip(
-            stage.send_rows.split(counts), partials.split(counts), strict=True
-        ):
-            dq.index_add_(0, index, partial.float())
+    def add(dq: Tensor, stage: ExchangeStage, packed: Tensor) -> None:
+        part = dq_format.unpack(packed)
+        add_partials_(dq, part.values, stage.return_ptr, stage.return_slots, part.scale)
 
-    _run_stages(call, lambda index: sent_format.pack(sent, index), attend_own, attend_gathered, add)
+    dq = _run_stages(
+        call, lambda index: sent_format.pack(sent, index), attend_own, attend_gathered, add
+    )
     return dq, dkeys, dblock
 
 
-def _run_stages(
+def _run_stages[T](
     call: _Call,
     pack: Callable[[Tensor | None], Tensor],
-    compute_own: Callable[[], None],
+    compute_own: Callable[[], T],
     compute: Callable[[ExchangeStage, Tensor], Tensor],
-    consume: Callable[[ExchangeStage, Tensor], None],
-) -> None:
-    """Own rows, then each stage: gather, compute, return, consume.
+    consume: Callable[[T, ExchangeStage, Tensor], None],
+) -> T:
+    """Own rows, then each stage: gather, compute, return, consume into what the own rows gave.
 
     The gather of the next stage and the return of the last one are in flight during the compute
-    of this one. The order of collectives is that of the layout, the same on every rank.
+    of this one, and no more: buffers are those of two stages. The order of collectives is that of
+    the layout, the same on every rank.
     """
     stages, transport = call.layout.stages, call.context.transport
     if transport is None or not stages:
         return compute_own()
     arriving = gather_rows(pack, stages[0], transport)
-    compute_own()
+    own = compute_own()
     returning: tuple[ExchangeStage, Pending] | None = None
     for stage, following in zip_longest(stages, stages[1:]):
         rows = arriving.wait()
         if following is not None:
             arriving = gather_rows(pack, following, transport)
-        answer = compute(stage, rows)
+        answers = return_rows(compute(stage, rows), stage, transport)
         if returning is not None:
-            consume(returning[0], returning[1].wait())
-        returning = stage, return_rows(answer, stage, transport)
-    assert returning is not None
-    consume(returning[0], returning[1].wait())
+            consume(own, returning[0], returning[1].wait())
+        returning = stage, answers
+    assert returning is not None, "there is a stage"
+    consume(own, returning[0], returning[1].wait())
+    return own
 
 
 def _merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:

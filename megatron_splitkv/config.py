@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
-PARTIAL_DTYPES = ("fp32", "bf16")
+PARTIAL_DTYPES = ("auto", "fp32", "bf16", "fp16")
+# What "auto" means for a dtype of inputs: the cheapest format that keeps the error of 8 ranks
+# within 1.25 times that of one (tools/results/2026-11-29-h200-runtime.md).
+AUTO_PARTIAL_DTYPES = {"fp32": "fp32", "bf16": "fp16", "fp16": "fp32"}
+TRANSPORTS = ("auto", "nccl", "gloo")
 KV_TILE_TOKENS = 64  # the smallest KV tile of our kernels; user-set block sizes are multiples of it
 WIRE_ALIGNMENT_BYTES = 16  # each field of a travelling row starts at a multiple of it
 
@@ -18,8 +22,11 @@ class SplitKVConfig:
         num_stages: upper bound on the number of exchanges that the other ranks' query rows are cut
             into; a group of cp ranks uses `min(num_stages, cp - 1)`. More stages mean smaller
             buffers and more overlap, and more collectives.
-        partial_dtype: wire format of returned partial outputs and query gradients, "fp32" or
-            "bf16". Merging is always done in fp32.
+        partial_dtype: wire format of returned partial outputs and query gradients: "fp32", "bf16",
+            "fp16" (beside an fp32 scale for each row and head), or "auto", which is fp16 for bf16
+            inputs and else fp32. Merging is always done in fp32.
+        transport: "auto" is the backend of the process group, NCCL on GPUs; "nccl" insists on it;
+            "gloo" stages the rows of a GPU through host memory, for processes that share it.
         keep_queries: keep the gathered query rows of the forward pass for the backward pass
             instead of gathering them again: less traffic, more memory.
         balance_tolerance: share by which the dearest rank may exceed the mean cost before the
@@ -33,7 +40,8 @@ class SplitKVConfig:
 
     block_size: int | None = None
     num_stages: int = 4
-    partial_dtype: str = "fp32"
+    partial_dtype: str = "auto"
+    transport: str = "auto"
     keep_queries: bool = False
     balance_tolerance: float = 0.001
     check_plan: str = "first"
@@ -50,12 +58,18 @@ class SplitKVConfig:
         if self.num_stages < 1:
             raise ValueError(f"num_stages={self.num_stages} must be at least 1; 4 is the default")
         _check_choice("partial_dtype", self.partial_dtype, PARTIAL_DTYPES)
+        _check_choice("transport", self.transport, TRANSPORTS)
         if not 0.0 <= self.balance_tolerance <= 1.0:
             raise ValueError(
                 f"balance_tolerance={self.balance_tolerance} must lie in [0, 1]; 0.001 is 0.1 %"
             )
         _check_choice("check_plan", self.check_plan, ("first", "always"))
         _check_choice("mtp_normalization", self.mtp_normalization, ("global", "megatron"))
+
+    def resolved_partial_dtype(self, dtype: str) -> str:
+        """The wire format of partials for inputs of `dtype`: "fp32", "bf16" or "fp16"."""
+        is_auto = self.partial_dtype == "auto"
+        return AUTO_PARTIAL_DTYPES[dtype] if is_auto else self.partial_dtype
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

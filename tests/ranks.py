@@ -143,23 +143,27 @@ class RankCall:
         transport: Transport | None,
         config: SplitKVConfig,
         queries: Queries | None = None,
+        device: str = "cpu",
     ) -> None:
         self.rank = 0 if transport is None else transport.rank
         layout = build_layout(plan, self.rank, num_stages=config.num_stages, queries=queries)
-        self.context = SplitKVContext(layout=layout, transport=transport, config=config)
+        self.context = SplitKVContext(layout=layout.to(device), transport=transport, config=config)
         self.scale = inputs.softmax_scale
         self.rows = torch.from_numpy(np.flatnonzero(owner_of_rows(plan) == self.rank))
         of_rows, of_tokens = self.rows, layout.kv_index
         indices = (of_rows, of_tokens, of_tokens, of_rows, of_rows, None)
         self.leaves = [
-            None if x is None else (x if index is None else shard_rows(x, index)).clone()
+            None
+            if x is None
+            else (x if index is None else shard_rows(x, index)).to(device, copy=True)
             for x, index in zip(inputs.leaves, indices, strict=True)
         ]
         for leaf in self.leaves:
             if leaf is not None:
                 leaf.requires_grad_()
         self.upstream = [
-            None if x is None else shard_rows(x, self.rows) for x in (inputs.dout, inputs.dlse)
+            None if x is None else shard_rows(x, self.rows).to(device)
+            for x in (inputs.dout, inputs.dlse)
         ]
 
     def forward(self) -> None:
@@ -182,8 +186,9 @@ class RankCall:
 
     @property
     def parts(self) -> list[Tensor | None]:
-        """Results of this rank: out, lse, then gradients."""
-        return [self.out.detach(), self.lse.detach(), *self.grads]
+        """Results of this rank on the CPU: out, lse, then gradients."""
+        results = [self.out.detach(), self.lse.detach(), *self.grads]
+        return [None if x is None else x.cpu() for x in results]
 
 
 def join_ranks(plan: Plan, parts: Sequence[Sequence[Tensor | None]]) -> Outputs:
@@ -212,9 +217,10 @@ def run_rank(
     transport: Transport | None,
     config: SplitKVConfig,
     queries: Queries | None = None,
+    device: str = "cpu",
 ) -> list[Tensor | None]:
     """Forward and backward of one rank; what `join_ranks` takes."""
-    call = RankCall(plan, inputs, transport, config, queries)
+    call = RankCall(plan, inputs, transport, config, queries, device)
     call.forward()
     call.backward()
     return call.parts
@@ -225,12 +231,14 @@ def run_simulated(
     inputs: Inputs,
     config: SplitKVConfig | None = None,
     queries: Queries | None = None,
+    device: str = "cpu",
 ) -> Outputs:
     """Forward and backward on `plan.cp_size` simulated ranks, in stream order."""
     config = config or SplitKVConfig()
-    group = ThreadGroup(plan.cp_size)
+    group = ThreadGroup(plan.cp_size, device=device)
     return join_ranks(
-        plan, group.run(lambda transport: run_rank(plan, inputs, transport, config, queries))
+        plan,
+        group.run(lambda transport: run_rank(plan, inputs, transport, config, queries, device)),
     )
 
 

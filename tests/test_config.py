@@ -14,6 +14,15 @@ def test_defaults_and_accepted_values():
     assert SplitKVConfig(partial_dtype="bf16", check_plan="always").partial_dtype == "bf16"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "resolved"), [("fp32", "fp32"), ("bf16", "fp16"), ("fp16", "fp32")]
+)
+def test_auto_partials_go_by_the_dtype_of_the_inputs(dtype, resolved):
+    assert SplitKVConfig().resolved_partial_dtype(dtype) == resolved
+    for named in ("fp32", "bf16", "fp16"):
+        assert SplitKVConfig(partial_dtype=named).resolved_partial_dtype(dtype) == named
+
+
 def test_is_a_value():
     config = SplitKVConfig()
     assert config == SplitKVConfig()
@@ -34,7 +43,11 @@ def test_is_a_value():
         ({"block_size": 0}, "block_size=0 must be a positive multiple of 64"),
         ({"block_size": -64}, "block_size=-64 must be a positive multiple of 64"),
         ({"num_stages": 0}, "num_stages=0 must be at least 1"),
-        ({"partial_dtype": "fp8"}, "partial_dtype='fp8' is unknown; choose one of fp32, bf16"),
+        (
+            {"partial_dtype": "fp8"},
+            "partial_dtype='fp8' is unknown; choose one of auto, fp32, bf16, fp16",
+        ),
+        ({"transport": "mpi"}, "transport='mpi' is unknown; choose one of auto, nccl, gloo"),
         ({"balance_tolerance": 1.5}, "balance_tolerance=1.5 must lie in [0, 1]"),
         ({"balance_tolerance": float("nan")}, "balance_tolerance=nan must lie in [0, 1]"),
         ({"check_plan": "never"}, "check_plan='never' is unknown; choose one of first, always"),

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "megatron_splitkv"
 
 # What each room may import besides itself. A new room is entered here, or its files fail.
 _BELOW_COMM = {"errors", "config", "plan", "layout"}
-_BELOW_MCORE = _BELOW_COMM | {"comm", "ops", "attention"}
+_BELOW_MCORE = _BELOW_COMM | {"comm", "ops", "wire", "attention"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
@@ -23,15 +23,26 @@ ROOMS: dict[str, set[str]] = {
     "layout": {"errors", "config", "plan", "_planner"},
     "comm": _BELOW_COMM,
     "ops": {"errors", "config", "_kernels"},
-    "attention": _BELOW_COMM | {"comm", "ops"},
-    "mcore": _BELOW_MCORE,
+    "wire": {"config", "comm", "ops"},
+    "attention": _BELOW_COMM | {"comm", "ops", "wire"},
+    # What `verify` and `doctor` look at: all of the product but Megatron, which mcore checks.
+    "checks": {*_BELOW_MCORE, "_kernels"},
+    "mcore": {*_BELOW_MCORE, "checks"},
     "launch": {"errors", "mcore"},
+    "verify": {"errors", "config", "comm", "checks", "mcore"},
+    "doctor": {"checks", "mcore"},
 }
-# Rooms that load without torch; all but these two load without Megatron.
-TORCHLESS_ROOMS = {"errors", "config", "plan"}
+# Rooms that load without torch; all but mcore and launch load without Megatron.
+TORCHLESS_ROOMS = {"errors", "config", "plan", "doctor"}
 MEGATRON_ROOMS = {"mcore", "launch"}
 # Megatron takes process groups, so the files that start a job or stand in for a GPU make them.
-DISTRIBUTED_FILES = {"comm.py", "mcore/cpu_mode.py", "mcore/launch.py"}
+DISTRIBUTED_FILES = {
+    "comm/__init__.py",
+    "comm/process_group.py",
+    "checks/processes.py",
+    "mcore/cpu_mode.py",
+    "mcore/launch.py",
+}
 
 
 def room_of(file: str) -> str:
@@ -72,7 +83,7 @@ def fault(file: str, name: str) -> str | None:
     if name.startswith("."):
         return f"relative import {name}"
     if is_in(name, "torch.distributed") and file not in DISTRIBUTED_FILES:
-        return "only comm.py names torch.distributed"
+        return "only comm names torch.distributed"
     if is_in(name, "torch") and room in TORCHLESS_ROOMS:
         return f"{room} must load without torch"
     if is_in(name, "megatron") and room not in MEGATRON_ROOMS:
@@ -111,23 +122,31 @@ def test_file_imports_only_what_its_room_may(file: str) -> None:
         ("plan/a.py", "from megatron_splitkv.layout import b", "plan must not import layout"),
         ("layout/a.py", "import megatron_splitkv.comm", "layout must not import comm"),
         ("ops/a.py", "from megatron_splitkv.plan import Plan", "ops must not import plan"),
-        ("comm.py", "import megatron_splitkv.ops", "comm must not import ops"),
+        ("comm/rows.py", "import megatron_splitkv.ops", "comm must not import ops"),
         ("attention.py", "import megatron_splitkv.mcore", "attention must not import mcore"),
-        ("comm.py", "import megatron_splitkv._kernels", "comm must not import _kernels"),
+        ("comm/rows.py", "import megatron_splitkv._kernels", "comm must not import _kernels"),
         ("plan/a.py", "import torch", "plan must load without torch"),
         ("plan/a.py", "def f():\n    from torch import Tensor", "plan must load without torch"),
         ("config.py", "if TYPE_CHECKING:\n    import torch", "config must load without torch"),
-        ("ops/a.py", "import torch.distributed as dist", "only comm.py names torch.distributed"),
-        ("ops/a.py", "from torch import distributed", "only comm.py names torch.distributed"),
-        ("ops/a.py", "import torch as t\nt.distributed.barrier()", "only comm.py names"),
-        ("mcore/spec.py", "import torch.distributed", "only comm.py names torch.distributed"),
-        ("layout/a.py", "import_module('torch.distributed')", "only comm.py names"),
+        ("ops/a.py", "import torch.distributed as dist", "only comm names torch.distributed"),
+        ("ops/a.py", "from torch import distributed", "only comm names torch.distributed"),
+        ("ops/a.py", "import torch as t\nt.distributed.barrier()", "only comm names"),
+        ("mcore/spec.py", "import torch.distributed", "only comm names torch.distributed"),
+        ("layout/a.py", "import_module('torch.distributed')", "only comm names"),
         ("attention.py", "from megatron.core import parallel_state", "only mcore names megatron"),
         ("__init__.py", "import megatron.core", "only mcore names megatron"),
         ("ops/a.py", "from megatron_splitkv import plan", "imports from the package root"),
         ("mcore/a.py", "import megatron_splitkv", "imports from the package root"),
         ("plan/a.py", "from . import queries", "relative import ."),
         ("plan/a.py", "from ..config import SplitKVConfig", "relative import ..config"),
+        (
+            "checks/a.py",
+            "from megatron_splitkv.mcore import parity",
+            "checks must not import mcore",
+        ),
+        ("checks/a.py", "import megatron.core", "only mcore names megatron"),
+        ("attention.py", "import megatron_splitkv.checks", "attention must not import checks"),
+        ("verify.py", "import torch.distributed", "only comm names torch.distributed"),
         ("extra/a.py", "import os", "unknown room"),
     ],
 )
@@ -140,7 +159,7 @@ def test_a_broken_rule_is_found(file: str, source: str, message: str) -> None:
     [
         ("plan/a.py", "import numpy\nimport megatron_splitkv._planner as _planner"),
         ("plan/a.py", "from megatron_splitkv.plan.queries import Causal"),
-        ("comm.py", "import torch.distributed as dist"),
+        ("comm/process_group.py", "import torch.distributed as dist"),
         ("mcore/launch.py", "import torch\ntorch.distributed.init_process_group()"),
         ("mcore/spec.py", "from megatron.core import parallel_state"),
         ("launch.py", "from megatron_splitkv.mcore.launch import main"),

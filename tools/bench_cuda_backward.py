@@ -3,17 +3,18 @@
 Correctness first: a shape is timed only after dq of sampled rows and dk, dv of sampled keys agree
 with fp64. Times are taken as in bench_cuda.py. TFLOP/s count visible query-key pairs: 2 flops per
 pair and head for each of 3 * head_dim_qk + 2 * head_dim_v. Ours includes delta, clearing dq, and
-adding to fp32 dk and dv; theirs writes 16-bit gradients.
+adding to fp32 dk and dv, or writing them where it says overwriting; theirs writes 16-bit gradients.
 
 examples:
   python tools/bench_cuda_backward.py
   python tools/bench_cuda_backward.py --only c16 q128 --rounds 20 --json out.json
+  python tools/bench_cuda_backward.py --without "ours sm80" fa2
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_splitkv.ops import WorkLists, partial_attention_backward
-from megatron_splitkv.ops.cuda import BACKWARD_HEAD_DIMS
 from megatron_splitkv.ops.delta import attention_delta
 
 # Probabilities and ds are rounded to 16 bits, and so is out in delta.
@@ -63,8 +63,8 @@ class BackwardProblem(Problem):
     def tflop(self) -> float:
         return 2e-12 * (3 * self.shape.head_dim + 2 * self.shape.head_dim_v) * self.num_pairs
 
-    def gradients(self, work: WorkLists) -> Tensor:
-        """Adds to dk and dv, returns dq."""
+    def gradients(self, work: WorkLists, *, accumulate: bool = True) -> Tensor:
+        """Adds to dk and dv or overwrites them, returns dq."""
         return partial_attention_backward(
             self.dout,
             self.q,
@@ -77,6 +77,7 @@ class BackwardProblem(Problem):
             self.dk,
             self.dv,
             softmax_scale=self.shape.head_dim**-0.5,
+            accumulate=accumulate,
             work=work,
         )
 
@@ -141,7 +142,7 @@ class BackwardProblem(Problem):
         return dk, dv
 
 
-def bench_shape(shape: Shape, rounds: int) -> list[Line]:
+def bench_shape(shape: Shape, rounds: int, without: Sequence[str]) -> list[Line]:
     """Our backward in both modes, in turns with torch's backends where they can run the shape."""
     problem = BackwardProblem(shape)
     worst = max(problem.check_gradients(work) for work in (problem.work, problem.in_order))
@@ -149,16 +150,20 @@ def bench_shape(shape: Shape, rounds: int) -> list[Line]:
     print(f"{shape.name}: worst rel-L2 of sampled rows and keys {worst:.2e}")
     calls: dict[str, Callable[[], object]] = {
         "ours": partial(problem.gradients, problem.work),
+        "ours overwriting": partial(problem.gradients, problem.work, accumulate=False),
         "ours deterministic": partial(problem.gradients, problem.in_order),
         "ours sm80": on_sm80(partial(problem.gradients, problem.work)),
     }
     for name, backend in CONTESTANTS.items() if shape.mask in ("full", "causal") else ():
+        if name in without:
+            continue
         try:
             calls[name] = problem.torch_backward(backend)
             calls[name]()
         except RuntimeError as error:
             calls.pop(name, None)
             print(f"{shape.name}: {name} cannot run it: {str(error).splitlines()[0]}")
+    calls = {name: call for name, call in calls.items() if name not in without}
     return lines_of(shape.name, time_in_turns(calls, rounds), problem.tflop)
 
 
@@ -167,16 +172,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    shapes = [s for s in SHAPES if (s.head_dim, s.head_dim_v) in BACKWARD_HEAD_DIMS]
-    parser.add_argument("--only", nargs="+", choices=[s.name for s in shapes], help="default: all")
+    names = [shape.name for shape in SHAPES]
+    parser.add_argument("--only", nargs="+", choices=names, help="default: all")
+    parser.add_argument("--without", nargs="+", default=(), help="contestants to leave out")
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds (default: 10)")
     parser.add_argument("--json", type=Path, help="also write the lines to this file")
     args = parser.parse_args(arguments)
     lines: list[Line] = []
     with torch.no_grad():
-        for shape in shapes:
-            if shape.name in (args.only or [s.name for s in shapes]):
-                lines += bench_shape(shape, args.rounds)
+        for shape in SHAPES:
+            if shape.name in (args.only or names):
+                lines += bench_shape(shape, args.rounds, args.without)
                 torch.cuda.empty_cache()
     print_table(lines)
     if args.json:

@@ -158,8 +158,9 @@ def add_bytes_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--partial-dtype",
         choices=PARTIAL_DTYPES,
-        default="fp32",
-        help="wire format of returned partials (default: %(default)s)",
+        default="auto",
+        help="wire format of returned partials; auto is fp16 for bf16, else fp32 "
+        "(default: %(default)s)",
     )
     add(
         "--stages",

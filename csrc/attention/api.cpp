@@ -24,6 +24,19 @@ void check_launch(const Launch& launch, int64_t workspace_bytes) {
                   launch.workspace_bytes, " bytes, needs ", workspace_bytes);
 }
 
+void check_slots(const int32_t* ptr, const int32_t* slots, int64_t num_slots, int64_t num_rows,
+                 int64_t num_parts) {
+    SPLITKV_CHECK(ptr[0] == 0 && ptr[num_rows] == num_slots, "part_ptr runs from ", ptr[0], " to ",
+                  ptr[num_rows], ", needs 0 to ", num_slots);
+    for (int64_t row = 0; row < num_rows; ++row) {
+        SPLITKV_CHECK(ptr[row] <= ptr[row + 1], "part_ptr decreases at row ", row);
+    }
+    for (int64_t i = 0; i < num_slots; ++i) {
+        SPLITKV_CHECK(slots[i] >= 0 && slots[i] < num_parts, "part_slots[", i, "]=", slots[i],
+                      ", needs 0 to ", num_parts - 1);
+    }
+}
+
 }  // namespace
 
 int64_t forward_workspace_bytes(int64_t head_dim_qk, int64_t head_dim_v, int32_t num_threads) {
@@ -67,26 +80,25 @@ void backward(const BackwardParams& params) {
 }
 
 void merge(const MergeParams& params) {
-    const Rows& out = params.out;
-    check_shape("lse", params.lse, out.rows, out.heads, 1);
-    check_shape("part_out", params.part_out, params.part_out.rows, out.heads, out.dim);
-    check_shape("part_lse", params.part_lse, params.part_out.rows, out.heads, 1);
-    check_float32("out", out);
-    check_float32("lse", params.lse);
-    check_float32("part_lse", params.part_lse);
+    check_merge(params);
     check_launch(params.launch, 0);
-    const int32_t* ptr = params.part_ptr;
-    SPLITKV_CHECK(ptr[0] == 0 && ptr[out.rows] == params.num_slots, "part_ptr runs from ", ptr[0],
-                  " to ", ptr[out.rows], ", needs 0 to ", params.num_slots);
-    for (int64_t row = 0; row < out.rows; ++row) {
-        SPLITKV_CHECK(ptr[row] <= ptr[row + 1], "part_ptr decreases at row ", row);
-    }
-    for (int64_t i = 0; i < params.num_slots; ++i) {
-        const int32_t slot = params.part_slots[i];
-        SPLITKV_CHECK(slot >= 0 && slot < params.part_out.rows, "part_slots[", i, "]=", slot,
-                      ", needs 0 to ", params.part_out.rows - 1);
-    }
+    check_slots(params.part_ptr, params.part_slots, params.num_slots, params.out.rows,
+                params.part_out.rows);
     cpu::merge(params);
+}
+
+void add(const AddParams& params) {
+    check_add(params);
+    check_launch(params.launch, 0);
+    check_slots(params.part_ptr, params.part_slots, params.num_slots, params.total.rows,
+                params.parts.rows);
+    cpu::add(params);
+}
+
+void encode(const EncodeParams& params) {
+    check_encode(params);
+    check_launch(params.launch, 0);
+    cpu::encode(params);
 }
 
 }  // namespace splitkv

@@ -12,10 +12,12 @@ namespace py = pybind11;
 
 namespace {
 
+using splitkv::AddParams;
 using splitkv::as_pointer;
 using splitkv::BackwardParams;
 using splitkv::Device;
 using splitkv::DType;
+using splitkv::EncodeParams;
 using splitkv::ForwardParams;
 using splitkv::Launch;
 using splitkv::MergeParams;
@@ -112,12 +114,14 @@ void bind_ops(py::module_& m) {
     m.def(
         "merge",
         [](const Rows& out, const Rows& lse, const Rows& part_out, const Rows& part_lse,
-           uintptr_t part_ptr, uintptr_t part_slots, int64_t num_slots, const Launch& launch) {
+           const Rows* part_scale, uintptr_t part_ptr, uintptr_t part_slots, int64_t num_slots,
+           const Launch& launch) {
             MergeParams params{};
             params.out = out;
             params.lse = lse;
             params.part_out = part_out;
             params.part_lse = part_lse;
+            if (part_scale != nullptr) params.part_scale = *part_scale;
             params.part_ptr = as_pointer<const int32_t>(part_ptr);
             params.part_slots = as_pointer<const int32_t>(part_slots);
             params.num_slots = num_slots;
@@ -125,14 +129,44 @@ void bind_ops(py::module_& m) {
             splitkv::merge(params);
         },
         py::kw_only(), py::arg("out"), py::arg("lse"), py::arg("part_out"), py::arg("part_lse"),
+        py::arg("part_scale").none(true), py::arg("part_ptr"), py::arg("part_slots"),
+        py::arg("num_slots"), py::arg("launch"), release_gil());
+    m.def(
+        "add",
+        [](const Rows& total, const Rows& parts, const Rows* part_scale, uintptr_t part_ptr,
+           uintptr_t part_slots, int64_t num_slots, const Launch& launch) {
+            AddParams params{};
+            params.total = total;
+            params.parts = parts;
+            if (part_scale != nullptr) params.part_scale = *part_scale;
+            params.part_ptr = as_pointer<const int32_t>(part_ptr);
+            params.part_slots = as_pointer<const int32_t>(part_slots);
+            params.num_slots = num_slots;
+            params.launch = launch;
+            splitkv::add(params);
+        },
+        py::kw_only(), py::arg("total"), py::arg("parts"), py::arg("part_scale").none(true),
         py::arg("part_ptr"), py::arg("part_slots"), py::arg("num_slots"), py::arg("launch"),
+        release_gil());
+    m.def(
+        "encode",
+        [](const Rows& values, const Rows& encoded, const Rows& scale, const Launch& launch) {
+            EncodeParams params{};
+            params.values = values;
+            params.encoded = encoded;
+            params.scale = scale;
+            params.launch = launch;
+            splitkv::encode(params);
+        },
+        py::kw_only(), py::arg("values"), py::arg("encoded"), py::arg("scale"), py::arg("launch"),
         release_gil());
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_kernels, m) {
-    m.doc() = "Attention kernels of megatron_splitkv: partial forward, backward, merge";
+    m.doc() =
+        "Attention kernels of megatron_splitkv: partial forward, backward, joining of partials";
     bind_structs(m);
     bind_ops(m);
     splitkv::bind_cuda(m);

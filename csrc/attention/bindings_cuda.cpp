@@ -68,13 +68,14 @@ void write_forward(const ForwardWork& work, uintptr_t target) {
 int64_t num_backward_ints(const BackwardWork& work) {
     return static_cast<int64_t>((num_bytes(work.items) + num_bytes(work.row_tiles) +
                                  num_bytes(work.segments) + num_bytes(work.dq_items) +
-                                 num_bytes(work.dq_merge_rows)) /
+                                 num_bytes(work.dq_merge_rows) + num_bytes(work.unseen_kv_tiles)) /
                                 sizeof(int32_t));
 }
 
 void write_backward(const BackwardWork& work, uintptr_t target) {
     char* end = append(work.row_tiles, append(work.items, as_pointer<char>(target)));
-    append(work.dq_merge_rows, append(work.dq_items, append(work.segments, end)));
+    end = append(work.dq_merge_rows, append(work.dq_items, append(work.segments, end)));
+    append(work.unseen_kv_tiles, end);
 }
 
 void bind_forward_work(py::module_& m) {
@@ -173,7 +174,7 @@ void bind_kernels(py::module_& m) {
         "cuda_backward",
         [](const Rows& dout, const Rows& q, const Rows& k, const Rows& v, const Rows& lse,
            const Rows& delta, uintptr_t kv_begin, uintptr_t kv_end, const Rows& dq, const Rows& dk,
-           const Rows& dv, float softmax_scale, uintptr_t work,
+           const Rows& dv, bool accumulates, float softmax_scale, uintptr_t work,
            const std::vector<int64_t>& work_shape, const Launch& launch) {
             BackwardParams params{};
             params.dout = dout;
@@ -187,6 +188,7 @@ void bind_kernels(py::module_& m) {
             params.dq = dq;
             params.dk = dk;
             params.dv = dv;
+            params.accumulates = accumulates;
             params.softmax_scale = softmax_scale;
             params.launch = launch;
             cuda::backward(params, as_pointer<const int32_t>(work),
@@ -194,17 +196,19 @@ void bind_kernels(py::module_& m) {
         },
         py::kw_only(), py::arg("dout"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("lse"),
         py::arg("delta"), py::arg("kv_begin"), py::arg("kv_end"), py::arg("dq"), py::arg("dk"),
-        py::arg("dv"), py::arg("softmax_scale"), py::arg("work"), py::arg("work_shape"),
-        py::arg("launch"), release_gil());
+        py::arg("dv"), py::arg("accumulates"), py::arg("softmax_scale"), py::arg("work"),
+        py::arg("work_shape"), py::arg("launch"), release_gil());
     m.def(
         "cuda_merge",
         [](const Rows& out, const Rows& lse, const Rows& part_out, const Rows& part_lse,
-           uintptr_t part_ptr, uintptr_t part_slots, int64_t num_slots, const Launch& launch) {
+           const Rows* part_scale, uintptr_t part_ptr, uintptr_t part_slots, int64_t num_slots,
+           const Launch& launch) {
             MergeParams params{};
             params.out = out;
             params.lse = lse;
             params.part_out = part_out;
             params.part_lse = part_lse;
+            if (part_scale != nullptr) params.part_scale = *part_scale;
             params.part_ptr = as_pointer<const int32_t>(part_ptr);
             params.part_slots = as_pointer<const int32_t>(part_slots);
             params.num_slots = num_slots;
@@ -212,7 +216,36 @@ void bind_kernels(py::module_& m) {
             cuda::merge(params);
         },
         py::kw_only(), py::arg("out"), py::arg("lse"), py::arg("part_out"), py::arg("part_lse"),
+        py::arg("part_scale").none(true), py::arg("part_ptr"), py::arg("part_slots"),
+        py::arg("num_slots"), py::arg("launch"), release_gil());
+    m.def(
+        "cuda_add",
+        [](const Rows& total, const Rows& parts, const Rows* part_scale, uintptr_t part_ptr,
+           uintptr_t part_slots, int64_t num_slots, const Launch& launch) {
+            AddParams params{};
+            params.total = total;
+            params.parts = parts;
+            if (part_scale != nullptr) params.part_scale = *part_scale;
+            params.part_ptr = as_pointer<const int32_t>(part_ptr);
+            params.part_slots = as_pointer<const int32_t>(part_slots);
+            params.num_slots = num_slots;
+            params.launch = launch;
+            cuda::add(params);
+        },
+        py::kw_only(), py::arg("total"), py::arg("parts"), py::arg("part_scale").none(true),
         py::arg("part_ptr"), py::arg("part_slots"), py::arg("num_slots"), py::arg("launch"),
+        release_gil());
+    m.def(
+        "cuda_encode",
+        [](const Rows& values, const Rows& encoded, const Rows& scale, const Launch& launch) {
+            EncodeParams params{};
+            params.values = values;
+            params.encoded = encoded;
+            params.scale = scale;
+            params.launch = launch;
+            cuda::encode(params);
+        },
+        py::kw_only(), py::arg("values"), py::arg("encoded"), py::arg("scale"), py::arg("launch"),
         release_gil());
     m.def(
         "cuda_row_dot",

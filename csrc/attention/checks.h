@@ -22,6 +22,42 @@ inline void check_float32(const char* name, const Rows& tensor) {
     SPLITKV_CHECK(tensor.dtype == DType::kFloat32, name, " must be float32");
 }
 
+// The factors of partials [parts.rows, parts.heads, *], where there are any.
+inline void check_scale(const Rows& scale, const Rows& parts) {
+    if (scale.data == nullptr) return;
+    check_shape("part_scale", scale, parts.rows, parts.heads, 1);
+    check_float32("part_scale", scale);
+}
+
+inline void check_merge(const MergeParams& params) {
+    const Rows& out = params.out;
+    check_shape("lse", params.lse, out.rows, out.heads, 1);
+    check_shape("part_out", params.part_out, params.part_out.rows, out.heads, out.dim);
+    check_shape("part_lse", params.part_lse, params.part_out.rows, out.heads, 1);
+    check_float32("out", out);
+    check_float32("lse", params.lse);
+    check_float32("part_lse", params.part_lse);
+    check_scale(params.part_scale, params.part_out);
+}
+
+inline void check_add(const AddParams& params) {
+    const Rows& total = params.total;
+    check_shape("parts", params.parts, params.parts.rows, total.heads, total.dim);
+    check_float32("total", total);
+    check_scale(params.part_scale, params.parts);
+}
+
+inline void check_encode(const EncodeParams& params) {
+    const Rows& values = params.values;
+    check_shape("encoded", params.encoded, values.rows, values.heads, values.dim);
+    check_shape("scale", params.scale, values.rows, values.heads, 1);
+    check_float32("values", values);
+    check_float32("scale", params.scale);
+    SPLITKV_CHECK(params.encoded.dtype == DType::kFloat16, "encoded must be float16");
+    SPLITKV_CHECK(values.dim >= 1 && values.dim <= kMaxHeadDim, "values has head_dim ", values.dim,
+                  ", needs 1 to ", kMaxHeadDim);
+}
+
 inline void check_inputs(const Rows& q, const Rows& k, const Rows& v) {
     SPLITKV_CHECK(q.dim >= 1 && q.dim <= kMaxHeadDim, "q has head_dim ", q.dim, ", needs 1 to ",
                   kMaxHeadDim);

@@ -1,4 +1,4 @@
-// The arguments of the three attention ops: plain pointers, sizes and strides, no torch.
+// The arguments of the attention ops: plain pointers, sizes and strides, no torch.
 // The Python op has checked and allocated everything that these structs point to.
 #pragma once
 
@@ -59,6 +59,7 @@ struct BackwardParams {
     Rows dq;                  // [Tq, Hq, D], fp32, every row is written
     Rows dk;                  // [Tk, Hkv, D], fp32, accumulated into
     Rows dv;                  // [Tk, Hkv, Dv], fp32, accumulated into
+    bool accumulates;         // CUDA alone: false says that dk and dv are overwritten
     float softmax_scale;
     Launch launch;
 };
@@ -69,9 +70,30 @@ struct MergeParams {
     Rows lse;                   // [T, H, 1], fp32
     Rows part_out;              // [R, H, Dv], any dtype
     Rows part_lse;              // [R, H, 1], fp32
+    Rows part_scale;            // [R, H, 1], fp32, factor of part_out; data is nullptr for 1
     const int32_t* part_ptr;    // [T + 1], row t merges part_slots[part_ptr[t] .. part_ptr[t + 1])
     const int32_t* part_slots;  // [num_slots], rows of part_out
     int64_t num_slots;
+    Launch launch;
+};
+
+// total[t] += scale * part for each partial of row t, in the order of its slots.
+struct AddParams {
+    Rows total;                 // [T, H, D], fp32
+    Rows parts;                 // [R, H, D], any dtype
+    Rows part_scale;            // [R, H, 1], fp32; data is nullptr for 1
+    const int32_t* part_ptr;    // [T + 1], as in MergeParams
+    const int32_t* part_slots;  // [num_slots], rows of parts
+    int64_t num_slots;
+    Launch launch;
+};
+
+// encoded = values / scale, where scale is the largest magnitude of each (row, head); 0 where it is
+// 0.
+struct EncodeParams {
+    Rows values;   // [R, H, D], fp32
+    Rows encoded;  // [R, H, D], fp16
+    Rows scale;    // [R, H, 1], fp32
     Launch launch;
 };
 

@@ -114,6 +114,10 @@ const char* bytes_at(const Rows& tensor, int64_t row, int64_t head) {
            (row * tensor.row_stride + head * tensor.head_stride) * element_bytes;
 }
 
+float scale_at(const Rows& scale, int64_t row, int64_t head) {
+    return scale.data == nullptr ? 1.0f : *float_at(scale, row, head);
+}
+
 constexpr float kEmpty = -std::numeric_limits<float>::infinity();
 
 // Weights are exp(lse_p - max) / sum instead of exp(lse_p - lse): lse itself is rounded, and at
@@ -148,11 +152,22 @@ void merge_row_head(const MergeParams& params, const Isa& isa, int64_t row, int6
     }
     for (int32_t i = 0; i < num_slots; ++i) {
         if (*float_at(params.part_lse, slots[i], head) == kEmpty) continue;
-        isa.merge_row(bytes_at(params.part_out, slots[i], head), params.part_out.dtype, num_values,
-                      (*exps)[static_cast<size_t>(i)] / sum, is_first, out);
+        isa.merge_row(
+            bytes_at(params.part_out, slots[i], head), params.part_out.dtype, num_values,
+            (*exps)[static_cast<size_t>(i)] / sum * scale_at(params.part_scale, slots[i], head),
+            is_first, out);
         is_first = false;
     }
     *lse = max + std::log(sum);
+}
+
+void add_row_head(const AddParams& params, const Isa& isa, int64_t row, int64_t head) {
+    float* total = float_at(params.total, row, head);
+    for (int32_t i = params.part_ptr[row]; i < params.part_ptr[row + 1]; ++i) {
+        const int32_t slot = params.part_slots[i];
+        isa.merge_row(bytes_at(params.parts, slot, head), params.parts.dtype, params.total.dim,
+                      scale_at(params.part_scale, slot, head), false, total);
+    }
 }
 
 }  // namespace
@@ -197,6 +212,32 @@ void merge(const MergeParams& params) {
             for (int64_t head = 0; head < params.out.heads; ++head) {
                 merge_row_head(params, isa, row, head, &exps);
             }
+        }
+    }
+}
+
+void add(const AddParams& params) {
+    const Isa& isa = current_isa();
+    const int64_t num_rows = params.total.rows;
+#pragma omp parallel for num_threads(clamp_threads(params.launch.num_threads, num_rows))
+    for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t head = 0; head < params.total.heads; ++head) {
+            add_row_head(params, isa, row, head);
+        }
+    }
+}
+
+void encode(const EncodeParams& params) {
+    const Isa& isa = current_isa();
+    const Rows& encoded = params.encoded;
+    const int64_t num_rows = params.values.rows;
+#pragma omp parallel for num_threads(clamp_threads(params.launch.num_threads, num_rows))
+    for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t head = 0; head < params.values.heads; ++head) {
+            uint16_t* target = static_cast<uint16_t*>(encoded.data) + row * encoded.row_stride +
+                               head * encoded.head_stride;
+            *float_at(params.scale, row, head) =
+                isa.encode_row(float_at(params.values, row, head), params.values.dim, target);
         }
     }
 }

@@ -14,6 +14,8 @@ int64_t backward_workspace_bytes(int64_t head_dim_qk, int64_t head_dim_v, int32_
 void forward(const ForwardParams& params);
 void backward(const BackwardParams& params);
 void merge(const MergeParams& params);
+void add(const AddParams& params);
+void encode(const EncodeParams& params);
 
 // Names of the instruction sets that this machine runs, best first, parted by spaces.
 std::string isa_names();

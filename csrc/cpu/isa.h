@@ -80,6 +80,8 @@ struct Isa {
     // target[i] = weight * source[i], or += when is_first is false; n elements.
     void (*merge_row)(const void* source, DType dtype, int64_t n, float weight, bool is_first,
                       float* target);
+    // target[i] = source[i] / scale as fp16 and returns scale = max |source[i]|; n elements.
+    float (*encode_row)(const float* source, int64_t n, uint16_t* target);
 };
 
 namespace baseline {

@@ -35,6 +35,19 @@ static void merge_row(const void* source, DType dtype, int64_t n, float weight, 
     }
 }
 
-const Isa kIsa = {SPLITKV_ISA_NAME, forward_tile, backward_tile, merge_row};
+static float encode_row(const float* source, int64_t n, uint16_t* target) {
+    // Magnitudes are ordered like their bits, with NaN above infinity: one NaN makes the row NaN.
+    uint32_t bits = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t magnitude = bits_from_float(source[i]) & 0x7fffffffu;
+        bits = magnitude > bits ? magnitude : bits;
+    }
+    const float scale = float_from_bits(bits);
+    const float divisor = bits == 0 ? 1.0f : scale;
+    for (int64_t i = 0; i < n; ++i) target[i] = float16_from_float(source[i] / divisor);
+    return scale;
+}
+
+const Isa kIsa = {SPLITKV_ISA_NAME, forward_tile, backward_tile, merge_row, encode_row};
 
 }  // namespace splitkv::cpu::SPLITKV_ISA

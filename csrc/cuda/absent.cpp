@@ -23,6 +23,10 @@ void backward(const BackwardParams&, const int32_t*, const BackwardWorkShape&) {
 
 void merge(const MergeParams&) { refuse(); }
 
+void add(const AddParams&) { refuse(); }
+
+void encode(const EncodeParams&) { refuse(); }
+
 void row_dot(const Rows&, const Rows&, const Rows&, const Launch&) { refuse(); }
 
 }  // namespace splitkv::cuda

@@ -27,6 +27,10 @@ void backward(const BackwardParams& params, const int32_t* work, const BackwardW
 
 void merge(const MergeParams& params);
 
+void add(const AddParams& params);
+
+void encode(const EncodeParams& params);
+
 // sums[row, head] = sum over dim of a * b, fp32: delta, from dout and the merged out.
 void row_dot(const Rows& a, const Rows& b, const Rows& sums, const Launch& launch);
 

@@ -6,7 +6,9 @@
 #include "cuda/backend.h"
 #include "cuda/launch.h"
 #include "cuda/sm80/partial_bwd.h"
+#include "cuda/sm80/tiles.h"
 #include "cuda/sm90/partial_bwd.h"
+#include "cuda/zero_tiles.h"
 
 namespace splitkv::cuda {
 namespace {
@@ -95,7 +97,30 @@ void check_call(const BackwardParams& params, const BackwardWorkShape& shape) {
                   backward_workspace_bytes(shape));
 }
 
-void backward_sm90(const BackwardParams& params, const int32_t* work,
+// The parts of a BackwardWork on the device.
+struct WorkArrays {
+    const BackwardItem* items;
+    const BackwardRowTile* row_tiles;
+    const BackwardSegment* segments;
+    const ForwardItem* dq_items;
+    const MergeRow* dq_rows;
+    const int32_t* unseen_kv_tiles;
+};
+
+WorkArrays work_arrays(const int32_t* work, const BackwardWorkShape& shape) {
+    WorkArrays arrays{};
+    arrays.items = reinterpret_cast<const BackwardItem*>(work);
+    arrays.row_tiles = reinterpret_cast<const BackwardRowTile*>(arrays.items + shape.num_items);
+    arrays.segments =
+        reinterpret_cast<const BackwardSegment*>(arrays.row_tiles + shape.num_row_tiles);
+    arrays.dq_items = reinterpret_cast<const ForwardItem*>(arrays.segments + shape.num_segments);
+    arrays.dq_rows = reinterpret_cast<const MergeRow*>(arrays.dq_items + shape.num_dq_items);
+    arrays.unseen_kv_tiles =
+        reinterpret_cast<const int32_t*>(arrays.dq_rows + shape.num_dq_merge_rows);
+    return arrays;
+}
+
+void backward_sm90(const BackwardParams& params, const WorkArrays& work,
                    const BackwardWorkShape& shape, const WorkspaceLayout& layout, char* base) {
     // The kernels add to dq.
     const Rows& dq = params.dq;
@@ -110,11 +135,7 @@ void backward_sm90(const BackwardParams& params, const int32_t* work,
         shape.is_deterministic ? reinterpret_cast<int32_t*>(base + layout.dq_turns) : nullptr;
     workspace.statistics = reinterpret_cast<float*>(base + layout.statistics);
     workspace.limits = reinterpret_cast<int32_t*>(base + layout.limits);
-    sm90::BackwardWorkArrays arrays{};
-    arrays.items = reinterpret_cast<const BackwardItem*>(work);
-    arrays.row_tiles = reinterpret_cast<const BackwardRowTile*>(arrays.items + shape.num_items);
-    arrays.segments =
-        reinterpret_cast<const BackwardSegment*>(arrays.row_tiles + shape.num_row_tiles);
+    const sm90::BackwardWorkArrays arrays{work.items, work.row_tiles, work.segments};
     sm90::launch_row_statistics(params, arrays, shape, workspace);
     if (params.q.dtype == DType::kBFloat16) {
         sm90::launch_backward_of<__nv_bfloat16>(params, arrays, shape, workspace);
@@ -124,7 +145,7 @@ void backward_sm90(const BackwardParams& params, const int32_t* work,
 }
 
 // The kernels write every row of dq.
-void backward_sm80(const BackwardParams& params, const int32_t* work,
+void backward_sm80(const BackwardParams& params, const WorkArrays& work,
                    const BackwardWorkShape& shape, const WorkspaceLayout& layout, char* base) {
     sm80::BackwardWorkspace workspace{};
     workspace.counter = reinterpret_cast<int32_t*>(base);
@@ -134,13 +155,8 @@ void backward_sm80(const BackwardParams& params, const int32_t* work,
     workspace.part_dq.rows = shape.num_dq_part_rows;
     workspace.part_dq.row_stride = params.dq.heads * params.dq.dim;
     workspace.part_dq.head_stride = params.dq.dim;
-    sm80::BackwardWorkArrays arrays{};
-    arrays.items = reinterpret_cast<const BackwardItem*>(work);
-    arrays.row_tiles = reinterpret_cast<const BackwardRowTile*>(arrays.items + shape.num_items);
-    arrays.segments =
-        reinterpret_cast<const BackwardSegment*>(arrays.row_tiles + shape.num_row_tiles);
-    arrays.dq_items = reinterpret_cast<const ForwardItem*>(arrays.segments + shape.num_segments);
-    arrays.dq_rows = reinterpret_cast<const MergeRow*>(arrays.dq_items + shape.num_dq_items);
+    const sm80::BackwardWorkArrays arrays{work.items, work.row_tiles, work.segments, work.dq_items,
+                                          work.dq_rows};
     if (params.q.dtype == DType::kBFloat16) {
         sm80::launch_backward_of<__nv_bfloat16>(params, arrays, shape, workspace);
     } else {
@@ -148,6 +164,22 @@ void backward_sm80(const BackwardParams& params, const int32_t* work,
     }
     sm80::sum_split_rows(params.dq, workspace.part_dq, arrays.dq_rows, shape.num_dq_merge_rows,
                          params.launch.stream);
+}
+
+int64_t keys_of_tile(const BackwardWorkShape& shape) {
+    const auto head_dim_qk = static_cast<int>(shape.head_dim_qk);
+    const auto head_dim_v = static_cast<int>(shape.head_dim_v);
+    return is_sm90(shape) ? sm90::backward_tile(head_dim_qk, head_dim_v).keys
+                          : sm80::backward_tile(head_dim_qk, head_dim_v).keys;
+}
+
+// dk and dv of the KV tiles that have no item.
+void zero_unseen_keys(const BackwardParams& params, const WorkArrays& work,
+                      const BackwardWorkShape& shape) {
+    for (const Rows& gradient : {params.dk, params.dv}) {
+        zero_tiles(gradient, work.unseen_kv_tiles, shape.num_unseen_kv_tiles, keys_of_tile(shape),
+                   params.launch.stream);
+    }
 }
 
 }  // namespace
@@ -158,17 +190,19 @@ int64_t backward_workspace_bytes(const BackwardWorkShape& shape) {
 
 void backward(const BackwardParams& params, const int32_t* work, const BackwardWorkShape& shape) {
     check_call(params, shape);
-    if (params.dq.rows * params.dq.heads == 0) return;
     const DeviceGuard guard(params.launch.device_index);
+    const WorkArrays arrays = work_arrays(work, shape);
+    if (!params.accumulates) zero_unseen_keys(params, arrays, shape);
+    if (params.dq.rows * params.dq.heads == 0) return;
     const WorkspaceLayout layout = workspace_layout(shape);
     char* base = reinterpret_cast<char*>(
         aligned(static_cast<int64_t>(reinterpret_cast<uintptr_t>(params.launch.workspace))));
     SPLITKV_CUDA_CHECK(cudaMemsetAsync(base, 0, static_cast<size_t>(layout.counters_end),
                                        static_cast<cudaStream_t>(params.launch.stream)));
     if (is_sm90(shape)) {
-        backward_sm90(params, work, shape, layout, base);
+        backward_sm90(params, arrays, shape, layout, base);
     } else {
-        backward_sm80(params, work, shape, layout, base);
+        backward_sm80(params, arrays, shape, layout, base);
     }
 }
 

@@ -63,6 +63,8 @@ struct BackwardWorkShape {
     int64_t num_items;
     int64_t num_row_tiles;
     int64_t num_segments;
+    int64_t num_unseen_kv_tiles;
+    int64_t prefetches_dq;     // to L2, as few KV tiles visit a row tile
     int64_t num_splits;        // KV tiles that are split into parts
     int64_t is_head_major;     // order of (item, head): head outermost, else head innermost
     int64_t is_deterministic;  // dq is summed in the order of the KV tiles
@@ -72,8 +74,9 @@ struct BackwardWork {
     std::vector<BackwardItem> items;  // in the order in which they are handed out
     std::vector<BackwardRowTile> row_tiles;
     std::vector<BackwardSegment> segments;
-    std::vector<ForwardItem> dq_items;    // sm_80 alone: for dq, which is then not added to
-    std::vector<MergeRow> dq_merge_rows;  // sm_80 alone: rows of dq that are sums of parts
+    std::vector<ForwardItem> dq_items;     // sm_80 alone: for dq, which is then not added to
+    std::vector<MergeRow> dq_merge_rows;   // sm_80 alone: rows of dq that are sums of parts
+    std::vector<int32_t> unseen_kv_tiles;  // that have no item; last, as they are not aligned
     BackwardWorkShape shape;
 };
 

@@ -73,38 +73,42 @@ struct Merged {
     }
 
     // An empty partial counts for nothing, whatever its values are.
-    __device__ __forceinline__ void add(float lse, const Values<kVector>& part) {
+    __device__ __forceinline__ void add(float lse, float scale, const Values<kVector>& part) {
         if (lse == -INFINITY) return;
         const float weight = expf(lse - max);
         sum += weight;
+        const float factor = weight * scale;
 #pragma unroll
-        for (int c = 0; c < kVector; ++c) out.x[c] = fmaf(weight, part.x[c], out.x[c]);
+        for (int c = 0; c < kVector; ++c) out.x[c] = fmaf(factor, part.x[c], out.x[c]);
     }
 };
 
 // Adds partials [first, first + kInFlight) of the list, as far as there are.
 template <typename Traits>
-__device__ __forceinline__ void add_parts(const Rows& part_out, const Rows& part_lse,
+__device__ __forceinline__ void add_parts(const MergeKernelParams<typename Traits::Slots>& params,
                                           const SlotList& list, int first, int64_t head, int column,
                                           Merged<Traits::kVector>* merged) {
     using Part = typename Traits::Part;
     Packed<Part, Traits::kVector> part[Traits::kInFlight];
     float lse[Traits::kInFlight];
+    float scale[Traits::kInFlight];
     float max = merged->max;
 #pragma unroll
     for (int j = 0; j < Traits::kInFlight; ++j) {
         lse[j] = -INFINITY;
         if (first + j >= list.count) continue;
         const int64_t slot = list.slot(first + j);
-        lse[j] = *row_of<float>(part_lse, slot, head);
-        part[j] = load_packed<Part, Traits::kVector>(row_of<Part>(part_out, slot, head) + column);
+        lse[j] = *row_of<float>(params.part_lse, slot, head);
+        scale[j] = scale_of(params.part_scale, slot, head);
+        part[j] =
+            load_packed<Part, Traits::kVector>(row_of<Part>(params.part_out, slot, head) + column);
     }
 #pragma unroll
     for (int j = 0; j < Traits::kInFlight; ++j) max = fmaxf(max, lse[j]);
     merged->rescale(max);
 #pragma unroll
     for (int j = 0; j < Traits::kInFlight; ++j) {
-        merged->add(lse[j], unpack<Part, Traits::kVector>(part[j]));
+        merged->add(lse[j], scale[j], unpack<Part, Traits::kVector>(part[j]));
     }
 }
 
@@ -140,10 +144,10 @@ __global__ void __launch_bounds__(Traits::kMaxThreads)
     Merged<kVector> merged;
     if constexpr (Traits::kHasRunning) {
         merged.rescale(running);
-        merged.add(running, load_values<typename Traits::Out, kVector>(out));
+        merged.add(running, 1.0f, load_values<typename Traits::Out, kVector>(out));
     }
     for (int first = 0; first < list.count; first += Traits::kInFlight) {
-        add_parts<Traits>(params.part_out, params.part_lse, list, first, head, column, &merged);
+        add_parts<Traits>(params, list, first, head, column, &merged);
     }
     const bool is_empty = merged.max == -INFINITY;
 #pragma unroll
@@ -210,18 +214,14 @@ void merge_split_rows(const Rows& out, const Rows& lse, const Rows& part_out, co
 
 void merge(const MergeParams& params) {
     const Rows& out = params.out;
-    check_shape("lse", params.lse, out.rows, out.heads, 1);
-    check_shape("part_out", params.part_out, params.part_out.rows, out.heads, out.dim);
-    check_shape("part_lse", params.part_lse, params.part_out.rows, out.heads, 1);
-    check_float32("out", out);
-    check_float32("lse", params.lse);
-    check_float32("part_lse", params.part_lse);
+    check_merge(params);
     const DeviceGuard guard(params.launch.device_index);
     MergeKernelParams<CsrSlots> kernel_params{};
     kernel_params.out = out;
     kernel_params.lse = params.lse;
     kernel_params.part_out = params.part_out;
     kernel_params.part_lse = params.part_lse;
+    kernel_params.part_scale = params.part_scale;
     kernel_params.slots.ptr = params.part_ptr;
     kernel_params.slots.slots = params.part_slots;
     kernel_params.num_rows = out.rows;

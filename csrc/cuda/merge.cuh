@@ -24,10 +24,11 @@ struct StridedSlots {
 
 template <typename Slots>
 struct MergeKernelParams {
-    Rows out;       // [T, H, Dv]
-    Rows lse;       // [T, H, 1], fp32
-    Rows part_out;  // [R, H, Dv]
-    Rows part_lse;  // [R, H, 1], fp32
+    Rows out;         // [T, H, Dv]
+    Rows lse;         // [T, H, 1], fp32
+    Rows part_out;    // [R, H, Dv]
+    Rows part_lse;    // [R, H, 1], fp32
+    Rows part_scale;  // [R, H, 1], fp32, factor of part_out; data is nullptr for 1
     Slots slots;
     int64_t num_rows;  // rows to merge
 };

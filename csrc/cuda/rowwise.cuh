@@ -1,4 +1,4 @@
-// What the one-pass kernels (merge, row_dot) share.
+// What the one-pass kernels (merge, add, encode, row_dot) share.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -36,6 +36,11 @@ __device__ __forceinline__ const Element* row_of(const Rows& tensor, int64_t row
 template <typename Element>
 __device__ __forceinline__ Element* mutable_row_of(const Rows& tensor, int64_t row, int64_t head) {
     return static_cast<Element*>(tensor.data) + row * tensor.row_stride + head * tensor.head_stride;
+}
+
+// Factor of a partial; 1 where it travels unscaled.
+__device__ __forceinline__ float scale_of(const Rows& scale, int64_t row, int64_t head) {
+    return scale.data == nullptr ? 1.0f : *row_of<float>(scale, row, head);
 }
 
 __device__ __forceinline__ float to_float(float x) { return x; }

@@ -98,7 +98,9 @@ class ShardLayout:
 
 def _to_device[T](value: T, device: torch.device) -> T:
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)  # type: ignore[return-value]
+        # Pinned, so that the copy is queued behind what the stream already holds and nobody waits.
+        source = value.pin_memory() if device.type == "cuda" else value
+        return source.to(device, non_blocking=True)  # type: ignore[return-value]
     if isinstance(value, KeyIntervals):
         begin, end = (_to_device(x, device) for x in (value.begin, value.end))
         return replace(value, begin=begin, end=end)

@@ -94,9 +94,17 @@ def _add_exchange_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
     group.add_argument(
         "--splitkv-partial-dtype",
         default=defaults.partial_dtype,
-        metavar="{fp32,bf16}",
-        help="what partial outputs and query gradients travel in; bf16 halves those bytes and adds "
-        "a rounding for each rank (default: %(default)s)",
+        metavar="{auto,fp32,bf16,fp16}",
+        help="what partial outputs and query gradients travel in; fp16 travels with a scale for "
+        "each row and head, at half the bytes of fp32 and nearly its error; auto is fp16 for "
+        "bf16 models, else fp32 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--splitkv-transport",
+        default=defaults.transport,
+        metavar="{auto,nccl,gloo}",
+        help="what rows travel by: auto is the backend of the process group; gloo stages the rows "
+        "of a GPU through host memory, for processes that share one (default: %(default)s)",
     )
     group.add_argument(
         "--splitkv-keep-queries",
@@ -139,6 +147,7 @@ def splitkv_config_from_args(args: Namespace) -> SplitKVConfig:
         block_size=args.splitkv_block_size,
         num_stages=args.splitkv_stages,
         partial_dtype=args.splitkv_partial_dtype,
+        transport=args.splitkv_transport,
         keep_queries=args.splitkv_keep_queries,
         balance_tolerance=args.splitkv_balance_tolerance,
         check_plan=args.splitkv_check_plan,

@@ -125,6 +125,15 @@ def is_replaced(owner: object, name: str) -> bool:
     return hasattr(getattr(owner, name), _ORIGINAL)
 
 
+def fault_of(replacement: Replacement) -> str | None:
+    """Why `install` would refuse a replacement; None if it would not. Changes nothing."""
+    try:
+        _find(replacement)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
     replacement: Replacement

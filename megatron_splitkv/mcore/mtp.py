@@ -4,10 +4,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_splitkv.comm import ProcessGroup, all_gather_rows
+from megatron_splitkv.comm import ProcessGroup, Transport, all_gather_rows
 from megatron_splitkv.layout import unshard_rows
 from megatron_splitkv.mcore.module import layout_cu_seqlens
-from megatron_splitkv.mcore.plans import PlanBook, transport_of
+from megatron_splitkv.mcore.plans import PlanBook
 from megatron_splitkv.plan import Plan
 
 # On a rolled loss mask: token counts of the mask before its first roll, on this rank and in all.
@@ -52,7 +52,7 @@ def roll_tensor(
         else book.unpacked(tensor.shape[1] * cp_group.size(), len(tensor), cp_group, tensor.device)
     )
     layout = book.context(plan, cp_group, tensor.device, plan.queries).layout
-    whole = _gather_tokens(tensor.flatten(), plan, cp_group)
+    whole = _gather_tokens(tensor.flatten(), plan, book.transport(cp_group, tensor.device))
     shifted = _next_tokens(whole, plan)
     rolled = shifted[layout.kv_index].view_as(tensor)
     if not tensor.is_floating_point() or book.config.mtp_normalization == "megatron":
@@ -62,9 +62,8 @@ def roll_tensor(
     return rolled, local_before * shifted.sum() / global_before.clamp(min=1)
 
 
-def _gather_tokens(tokens: Tensor, plan: Plan, cp_group: ProcessGroup) -> Tensor:
+def _gather_tokens(tokens: Tensor, plan: Plan, transport: Transport | None) -> Tensor:
     """The values of all tokens in pack order, `[T]`."""
-    transport = transport_of(cp_group)
     if transport is None:
         return tokens
     return unshard_rows(all_gather_rows(tokens, plan.tokens, transport), plan)

@@ -17,9 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_splitkv.attention import SplitKVContext
 from megatron_splitkv.comm import (
     ProcessGroup,
-    ProcessGroupTransport,
     Transport,
     check_same_plan,
+    transport_of,
 )
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
@@ -47,6 +47,7 @@ class PlanBook:
             WeakKeyDictionary()
         )
         self._checked_groups: set[ProcessGroup] = set()
+        self._transports: dict[tuple[ProcessGroup, torch.device], Transport | None] = {}
 
     def packed(self, cu_seqlens: Tensor, cp_group: ProcessGroup) -> Plan:
         """The plan of a packed microbatch.
@@ -115,9 +116,22 @@ class PlanBook:
                 plan, cp_group.rank(), num_stages=self.config.num_stages, queries=queries
             )
             contexts[key] = SplitKVContext(
-                layout=layout.to(device), transport=transport_of(cp_group), config=self.config
+                layout=layout.to(device),
+                transport=self.transport(cp_group, device),
+                config=self.config,
             )
         return contexts[key]
+
+    def transport(self, cp_group: ProcessGroup, device: torch.device) -> Transport | None:
+        """The group as a transport for tensors on `device`; None for a group of one.
+
+        Raises:
+            ValueError: the group has not the backend that the configuration asks for.
+        """
+        key = (cp_group, device)
+        if key not in self._transports:
+            self._transports[key] = transport_of(cp_group, device, self.config.transport)
+        return self._transports[key]
 
     def forget(self) -> None:
         """Drops everything that was remembered, and with it the process groups."""
@@ -125,6 +139,7 @@ class PlanBook:
         self._contexts.clear()
         self._by_tensor.clear()
         self._checked_groups.clear()
+        self._transports.clear()
 
     def _plan(self, doc_lens: list[int], cp_size: int) -> Plan:
         return make_plan(
@@ -138,7 +153,7 @@ class PlanBook:
     def _check(self, plan: Plan, cp_group: ProcessGroup, device: torch.device) -> None:
         if self.config.check_plan == "first" and cp_group in self._checked_groups:
             return
-        transport = transport_of(cp_group)
+        transport = self.transport(cp_group, device)
         if transport is not None:
             check_same_plan(plan.fingerprint, transport, device)
         self._checked_groups.add(cp_group)
@@ -161,11 +176,6 @@ def _window(tensor: Tensor) -> tuple[Hashable, ...]:
     """What of its base a tensor shows; equal for `[n]` and `[1, n]`."""
     dims = tuple(dim for dim in zip(tensor.shape, tensor.stride(), strict=True) if dim[0] != 1)
     return tensor.storage_offset(), dims
-
-
-def transport_of(cp_group: ProcessGroup) -> Transport | None:
-    """The group as a transport; None for a group of one."""
-    return ProcessGroupTransport(group=cp_group) if cp_group.size() > 1 else None
 
 
 def _lengths(ends: list[int]) -> list[int]:

@@ -104,7 +104,7 @@ def refuse_unsupported_layer(
 
 
 def refuse_missing_kernels(config: TransformerConfig, dim_qk: int, dim_v: int) -> None:
-    """Raises on a GPU for head dims or a dtype that cannot be trained there.
+    """Raises on a GPU for head dims or a dtype that no kernel there is for.
 
     Args:
         config: the model's configuration.
@@ -114,13 +114,11 @@ def refuse_missing_kernels(config: TransformerConfig, dim_qk: int, dim_v: int) -
     """
     if not torch.cuda.is_available():
         return
-    trainable = cuda.trainable_head_dims(torch.device("cuda", torch.cuda.current_device()))
-    if (dim_qk, dim_v) not in trainable:
-        dims = ", ".join(map(str, trainable))
+    if (dim_qk, dim_v) not in cuda.HEAD_DIMS:
+        dims = ", ".join(map(str, cuda.HEAD_DIMS))
         raise UnsupportedError(
-            f"head dims ({dim_qk}, {dim_v}) of keys and values cannot be trained by split-kv "
-            f"attention on this GPU, whose backward kernels are for {dims}; change --kv-channels, "
-            f"{_OTHER_IMPL}"
+            f"head dims ({dim_qk}, {dim_v}) of keys and values are not supported by split-kv "
+            f"attention on a GPU, whose kernels are for {dims}; change --kv-channels, {_OTHER_IMPL}"
         )
     if config.params_dtype not in cuda.DTYPES:
         raise UnsupportedError(

@@ -80,7 +80,7 @@ def startup_line(
     return (
         f"splitkv: impl=splitkv cp={plan.cp_size} block_size={plan.block_size} "
         f"stages={min(config.num_stages, max(1, plan.cp_size - 1))} "
-        f"partial_dtype={config.partial_dtype} "
+        f"partial_dtype={config.resolved_partial_dtype(shape.dtype)} transport={config.transport} "
         f"imbalance={report.cost_max_over_mean - 1:.1%} "
         f"hooks={num_hooks} bytes/layer fwd={_megabytes(report.bytes_forward)} "
         f"bwd={_megabytes(report.bytes_backward)} "

@@ -3,22 +3,14 @@
 Kernels run on the current stream of the tensors' device and never wait for the host.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.errors import UnsupportedError
-from megatron_splitkv.ops.work_lists import (
-    DeviceWork,
-    WorkLists,
-    device_capability,
-    kernel_family,
-)
+from megatron_splitkv.ops.work_lists import DeviceWork, WorkLists, device_capability
 
-HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-BACKWARD_HEAD_DIMS = ((64, 64), (128, 128))  # on Hopper; elsewhere all of HEAD_DIMS
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (D, Dv), forward and backward
 DTYPES = (torch.bfloat16, torch.float16)
 _OLDEST = (8, 0)  # compute capability
 
@@ -28,27 +20,21 @@ def is_built() -> bool:
     return _kernels.has_cuda_kernels()
 
 
-def trainable_head_dims(device: torch.device) -> tuple[tuple[int, int], ...]:
-    """The (D, Dv) that have both a forward and a backward kernel on a device."""
-    return BACKWARD_HEAD_DIMS if kernel_family(device) == "sm90" else HEAD_DIMS
-
-
-def check_supported(q: Tensor, v: Tensor, head_dims: Sequence[tuple[int, int]] = HEAD_DIMS) -> None:
+def check_supported(q: Tensor, v: Tensor) -> None:
     """Refuses by name what no CUDA kernel of this build can run.
 
     Args:
         q: query rows, `[Tq, Hq, D]`.
         v: values, `[Tk, Hkv, Dv]`.
-        head_dims: the (D, Dv) that the op has kernels for.
     Raises:
         UnsupportedError: the build, the device, the dtype or the head dims have no kernel.
     """
-    message = _refusal(q, v, head_dims)
+    message = _refusal(q, v)
     if message is not None:
         raise UnsupportedError(message)
 
 
-def _refusal(q: Tensor, v: Tensor, head_dims: Sequence[tuple[int, int]]) -> str | None:
+def _refusal(q: Tensor, v: Tensor) -> str | None:
     if not is_built():
         return (
             f"q is on {q.device}, but this build holds CPU kernels only; install megatron_splitkv "
@@ -63,8 +49,8 @@ def _refusal(q: Tensor, v: Tensor, head_dims: Sequence[tuple[int, int]]) -> str 
     if q.dtype not in DTYPES:
         return f"q has dtype {q.dtype}, needs bfloat16 or float16 on CUDA; convert q, k and v"
     dims = (q.shape[2], v.shape[2])
-    if dims not in head_dims:
-        need = ", ".join(str(pair) for pair in head_dims)
+    if dims not in HEAD_DIMS:
+        need = ", ".join(map(str, HEAD_DIMS))
         return f"head dims (qk, v) are {dims}, need one of {need} on CUDA; pad q, k and v"
     return None
 
@@ -88,7 +74,6 @@ def backward_work(q: Tensor, k: Tensor, v: Tensor, work: WorkLists | None) -> De
         UnsupportedError: see `check_supported`.
     """
     check_supported(q, v)
-    check_supported(q, v, trainable_head_dims(q.device))
     return _given(work, q).backward(q, k, v)
 
 

@@ -10,6 +10,7 @@ from megatron_splitkv.ops.native import (
     OP_NAMESPACE,
     as_rows,
     check_no_grad,
+    check_slots,
     check_tensor,
     cpu_launch,
     refusal,
@@ -20,7 +21,7 @@ _MERGE = f"{OP_NAMESPACE}::merge_partials_"
 torch.library.define(
     _MERGE,
     "(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse, Tensor part_ptr, "
-    "Tensor part_slots) -> ()",
+    "Tensor part_slots, Tensor? part_scale=None) -> ()",
 )
 
 
@@ -31,6 +32,7 @@ def merge_partials_(
     part_lse: Tensor,
     part_ptr: Tensor,
     part_slots: Tensor,
+    part_scale: Tensor | None = None,
 ) -> None:
     """Merges into each row of a running result its partials over further, disjoint keys. In place.
 
@@ -46,13 +48,14 @@ def merge_partials_(
         part_ptr: where the slots of each row start, `[T + 1]`, int32, from 0 to the length of
             part_slots, never decreasing.
         part_slots: rows of part_out and part_lse, int32.
+        part_scale: factor of each (row, head) of part_out, `[R, H]`, fp32; None takes 1.
     Raises:
         ValueError: shapes, dtypes, devices or strides disagree, a slot is outside `[0, R)`, or an
             argument requires a gradient.
         UnsupportedError: there is no kernel for the device of out.
     Source: online softmax, Milakov and Gimelshein 2018.
     """
-    fp32, int32 = (torch.float32,), (torch.int32,)
+    fp32 = (torch.float32,)
     device = out.device
     check_tensor("out", out, shape=(-1, -1, -1), dtypes=fp32, device=device)
     num_rows, num_heads, head_dim_v = out.shape
@@ -61,11 +64,12 @@ def merge_partials_(
     check_tensor("part_out", part_out, shape=part_shape, dtypes=INPUT_DTYPES, device=device)
     part_lse_shape = (len(part_out), num_heads)
     check_tensor("part_lse", part_lse, shape=part_lse_shape, dtypes=fp32, device=device)
-    check_tensor("part_ptr", part_ptr, shape=(num_rows + 1,), dtypes=int32, device=device)
-    check_tensor("part_slots", part_slots, shape=(-1,), dtypes=int32, device=device)
+    check_slots(part_ptr, part_slots, num_rows=num_rows, device=device)
+    if part_scale is not None:
+        check_tensor("part_scale", part_scale, shape=part_lse_shape, dtypes=fp32, device=device)
     check_no_grad("merge_partials_", out=out, lse=lse, part_out=part_out, part_lse=part_lse)
     torch.ops.megatron_splitkv.merge_partials_.default(
-        out, lse, part_out, part_lse, part_ptr, part_slots
+        out, lse, part_out, part_lse, part_ptr, part_slots, part_scale
     )
 
 
@@ -76,6 +80,7 @@ def _merge_fake(
     part_lse: Tensor,
     part_ptr: Tensor,
     part_slots: Tensor,
+    part_scale: Tensor | None = None,
 ) -> None:
     return None
 
@@ -96,12 +101,14 @@ def _merge_cpu(
     part_lse: Tensor,
     part_ptr: Tensor,
     part_slots: Tensor,
+    part_scale: Tensor | None = None,
 ) -> None:
     _kernels.merge(
         out=as_rows(out),
         lse=as_rows(lse),
         part_out=as_rows(part_out),
         part_lse=as_rows(part_lse),
+        part_scale=None if part_scale is None else as_rows(part_scale),
         part_ptr=part_ptr.data_ptr(),
         part_slots=part_slots.data_ptr(),
         num_slots=len(part_slots),
@@ -117,12 +124,14 @@ def _merge_cuda(
     part_lse: Tensor,
     part_ptr: Tensor,
     part_slots: Tensor,
+    part_scale: Tensor | None = None,
 ) -> None:
     _kernels.cuda_merge(
         out=as_rows(out),
         lse=as_rows(lse),
         part_out=as_rows(part_out),
         part_lse=as_rows(part_lse),
+        part_scale=None if part_scale is None else as_rows(part_scale),
         part_ptr=part_ptr.data_ptr(),
         part_slots=part_slots.data_ptr(),
         num_slots=len(part_slots),

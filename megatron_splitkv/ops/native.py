@@ -9,6 +9,7 @@ import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.errors import UnsupportedError
 
 OP_NAMESPACE = "megatron_splitkv"
+MAX_HEAD_DIM = 512
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _NATIVE_DTYPES = {
@@ -50,6 +51,45 @@ def check_tensor(
         )
     if tensor.dim() == 1 and not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous; pass {name}.contiguous()")
+
+
+def check_attention_inputs(
+    q: Tensor, k: Tensor, v: Tensor, kv_begin: Tensor, kv_end: Tensor
+) -> None:
+    """Checks what forward and backward of partial attention both take.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides disagree.
+    """
+    device = q.device
+    check_tensor("q", q, shape=(-1, -1, -1), dtypes=INPUT_DTYPES, device=device)
+    num_rows, num_heads_q, head_dim_qk = q.shape
+    check_tensor("k", k, shape=(-1, -1, head_dim_qk), dtypes=(q.dtype,), device=device)
+    num_keys, num_heads_kv, _ = k.shape
+    check_tensor("v", v, shape=(num_keys, num_heads_kv, -1), dtypes=(q.dtype,), device=device)
+    int32 = (torch.int32,)
+    check_tensor("kv_begin", kv_begin, shape=(num_rows,), dtypes=int32, device=device)
+    check_tensor("kv_end", kv_end, shape=(num_rows,), dtypes=int32, device=device)
+    if num_heads_kv == 0 or num_heads_q % num_heads_kv != 0:
+        raise ValueError(
+            f"q has {num_heads_q} heads, needs a multiple of the {num_heads_kv} heads of k and v"
+        )
+    for name, tensor in (("q", q), ("v", v)):
+        if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head_dim {tensor.shape[-1]}, needs 1 to {MAX_HEAD_DIM}")
+
+
+def check_slots(
+    part_ptr: Tensor, part_slots: Tensor, *, num_rows: int, device: torch.device
+) -> None:
+    """Checks which partials belong to which of `num_rows` rows: int32 CSR.
+
+    Raises:
+        ValueError: wrong shapes, dtypes or devices.
+    """
+    int32 = (torch.int32,)
+    check_tensor("part_ptr", part_ptr, shape=(num_rows + 1,), dtypes=int32, device=device)
+    check_tensor("part_slots", part_slots, shape=(-1,), dtypes=int32, device=device)
 
 
 def check_no_grad(op: str, **tensors: Tensor) -> None:

@@ -69,12 +69,14 @@ def merge_partials_(
     part_lse: Tensor,
     part_ptr: Tensor,
     part_slots: Tensor,
+    part_scale: Tensor | None = None,
 ) -> None:
     """Twin of `megatron_splitkv.ops.merge_partials_`, which documents it."""
     ptr, slots = part_ptr.tolist(), part_slots.long()
+    part_out = _scaled(part_out, part_scale)
     for row in range(len(out)):
         mine = slots[ptr[row] : ptr[row + 1]]
-        outs = torch.cat([out[row][None], part_out[mine].float()])
+        outs = torch.cat([out[row][None], part_out[mine]])
         lses = torch.cat([lse[row][None], part_lse[mine]])
         top = _finite_shift(lses.amax(dim=0))
         weights = torch.exp(lses - top)
@@ -83,6 +85,30 @@ def merge_partials_(
         weighted = torch.where(weights[..., None] > 0, weights[..., None] * outs, 0.0)
         out[row] = weighted.sum(dim=0) / torch.where(total > 0, total, 1.0)[:, None]
         lse[row] = top + torch.log(total)
+
+
+def add_partials_(
+    total: Tensor,
+    parts: Tensor,
+    part_ptr: Tensor,
+    part_slots: Tensor,
+    part_scale: Tensor | None = None,
+) -> None:
+    """Twin of `megatron_splitkv.ops.add_partials_`, which documents it."""
+    ptr, parts = part_ptr.tolist(), _scaled(parts, part_scale)
+    for row in range(len(total)):
+        for slot in part_slots[ptr[row] : ptr[row + 1]].tolist():
+            total[row] += parts[slot]
+
+
+def encode_partials_(encoded: Tensor, scale: Tensor, values: Tensor) -> None:
+    """Twin of `megatron_splitkv.ops.encode_partials_`, which documents it."""
+    scale.copy_(values.abs().amax(dim=-1))
+    encoded.copy_(values / torch.where(scale == 0, 1.0, scale)[..., None])
+
+
+def _scaled(parts: Tensor, scale: Tensor | None) -> Tensor:
+    return parts.float() if scale is None else parts.float() * scale[..., None]
 
 
 def _visible_pairs(kv_begin: Tensor, kv_end: Tensor, num_keys: int) -> Tensor:

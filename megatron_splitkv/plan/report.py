@@ -35,20 +35,24 @@ class AttentionShape:
             raise ValueError(f"heads and head dims must be at least 1, got {self}")
 
     def forward_bytes(self, config: SplitKVConfig) -> tuple[int, int]:
-        """Bytes of one row out (q) and back (partial out, lse)."""
-        partial = DTYPE_BYTES[config.partial_dtype]
+        """Bytes of one row out (q) and back (partial out, lse, and the scale of fp16)."""
         out = _padded(self.num_heads_q * self.head_dim_qk * DTYPE_BYTES[self.dtype])
-        back = _padded(self.num_heads_q * self.head_dim_v * partial) + _padded(4 * self.num_heads_q)
-        return out, back
+        return out, self._partial_bytes(self.head_dim_v, config) + _padded(4 * self.num_heads_q)
 
     def backward_bytes(self, config: SplitKVConfig) -> tuple[int, int]:
-        """Bytes of one row out (dout, lse, delta, and q unless kept) and back (dq)."""
-        element, partial = DTYPE_BYTES[self.dtype], DTYPE_BYTES[config.partial_dtype]
+        """Bytes of one row out (dout, lse, delta, and q unless kept) and back (dq, and a scale)."""
+        element = DTYPE_BYTES[self.dtype]
         out = _padded(self.num_heads_q * self.head_dim_v * element)
         out += 2 * _padded(4 * self.num_heads_q)
         if not config.keep_queries:
             out += _padded(self.num_heads_q * self.head_dim_qk * element)
-        return out, _padded(self.num_heads_q * self.head_dim_qk * partial)
+        return out, self._partial_bytes(self.head_dim_qk, config)
+
+    def _partial_bytes(self, head_dim: int, config: SplitKVConfig) -> int:
+        """One row of partial values, with their scales."""
+        partial_dtype = config.resolved_partial_dtype(self.dtype)
+        values = _padded(self.num_heads_q * head_dim * DTYPE_BYTES[partial_dtype])
+        return values + (_padded(4 * self.num_heads_q) if partial_dtype == "fp16" else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +118,8 @@ class PlanReport:
 
     def as_table(self) -> Table:
         """One line for each rank, with max/mean of each column below and its units as caption."""
-        shape, partial = self.shape, self.config.partial_dtype
+        shape = self.shape
+        partial = self.config.resolved_partial_dtype(shape.dtype)
         table = Table(
             "rank", "cost (pairs)", "tokens", "runs", "documents", "MB fwd", "MB bwd",
             width=79,

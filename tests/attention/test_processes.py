@@ -53,7 +53,11 @@ def test_equals_dense_attention(size, dtype, queries):
         assert got.fingerprint() == run_simulated(plan, inputs, config).fingerprint()
 
 
-@pytest.mark.parametrize("options", [{"keep_queries": True}, {"partial_dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"keep_queries": True}, {"partial_dtype": "bf16"}, {"partial_dtype": "fp16"}],
+    ids=str,
+)
 def test_options_give_the_bits_of_simulated_ranks(options):
     plan = make_plan(DOCS, 4, block_size=8)
     inputs = random_inputs(plan, HEADS, has_sink=True)

@@ -69,7 +69,7 @@ def test_models_of_different_masks_do_not_disturb_each_other():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("partial_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("partial_dtype", ["fp32", "bf16", "fp16"])
 def test_the_same_bits_every_time(dtype, partial_dtype):
     plan = make_plan([300, 1, 212], 4, block_size=32)
     inputs = random_inputs(plan, HEADS, dtype, has_sink=True, has_dlse=True)

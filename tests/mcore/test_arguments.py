@@ -38,6 +38,7 @@ def test_defaults_are_those_of_the_config(parse):
 def test_every_argument_reaches_the_config(parse):
     args = parse(
         "--splitkv-block-size 128 --splitkv-stages 2 --splitkv-partial-dtype bf16 "
+        "--splitkv-transport gloo "
         "--splitkv-keep-queries --splitkv-balance-tolerance 0.05 --splitkv-check-plan always "
         "--splitkv-mtp-normalization megatron"
     )
@@ -45,6 +46,7 @@ def test_every_argument_reaches_the_config(parse):
         block_size=128,
         num_stages=2,
         partial_dtype="bf16",
+        transport="gloo",
         keep_queries=True,
         balance_tolerance=0.05,
         check_plan="always",
@@ -73,7 +75,11 @@ def test_yaml_is_refused():
     ("extra", "message"),
     [
         ("--splitkv-block-size 96", r"block_size=96 must be a positive multiple of 64 .* use 128"),
-        ("--splitkv-partial-dtype int8", r"partial_dtype='int8' is unknown; choose one of fp32"),
+        (
+            "--splitkv-partial-dtype int8",
+            r"partial_dtype='int8' is unknown; choose one of auto, fp32",
+        ),
+        ("--splitkv-transport mpi", r"transport='mpi' is unknown; choose one of auto, nccl, gloo"),
         ("--splitkv-stages 0", r"num_stages=0 must be at least 1"),
         ("--splitkv-balance-tolerance 2", r"balance_tolerance=2.0 must lie in \[0, 1\]"),
         ("--splitkv-check-plan never", r"check_plan='never' is unknown"),
@@ -219,7 +225,7 @@ def test_stock_context_parallelism_needs_a_gpu(parse, monkeypatch, has_gpu, has_
 
 def test_every_argument_has_help_with_its_default(parser):
     ours = [a for a in parser._actions if any("--splitkv-" in o for o in a.option_strings)]
-    assert len(ours) == 7
+    assert len(ours) == 8
     assert all("default" in (action.help or "") for action in ours)
 
 

@@ -15,15 +15,12 @@ FP32 = SimpleNamespace(params_dtype=torch.float32)
 
 def test_head_dims_and_dtypes_without_kernels_are_refused_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda, "kernel_family", lambda device: "sm90")
-    refuse_missing_kernels(BF16, 128, 128)
+    for dims in cuda.HEAD_DIMS:
+        refuse_missing_kernels(BF16, *dims)
     with pytest.raises(
-        UnsupportedError, match=r"head dims \(192, 128\) .* \(64, 64\), \(128, 128\)"
+        UnsupportedError, match=r"head dims \(80, 80\) .* \(64, 64\), .*, \(256, 256\);"
     ):
-        refuse_missing_kernels(BF16, 192, 128)
-    monkeypatch.setattr(cuda, "kernel_family", lambda device: "sm80")
-    refuse_missing_kernels(BF16, 192, 128)
+        refuse_missing_kernels(BF16, 80, 80)
     with pytest.raises(UnsupportedError, match=r"params_dtype=torch.float32 .* add --bf16"):
         refuse_missing_kernels(FP32, 128, 128)
 

@@ -66,7 +66,9 @@ class Case:
         dq = self.backward_into(lse, delta, dk, dv)
         return dq, dk, dv
 
-    def backward_into(self, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+    def backward_into(
+        self, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, *, accumulate: bool = True
+    ) -> Tensor:
         """Runs the op; returns dq."""
         return partial_attention_backward(
             self.dout,
@@ -80,6 +82,7 @@ class Case:
             dk,
             dv,
             softmax_scale=self.softmax_scale,
+            accumulate=accumulate,
         )
 
 

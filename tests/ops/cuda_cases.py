@@ -65,6 +65,7 @@ def backward(
     dv: Tensor,
     *,
     is_deterministic: bool = False,
+    accumulate: bool = True,
 ) -> Tensor:
     """Runs the op, with a work list of its own; returns dq."""
     begin, end = case.kv_begin.cpu(), case.kv_end.cpu()
@@ -80,6 +81,7 @@ def backward(
         dk,
         dv,
         softmax_scale=case.softmax_scale,
+        accumulate=accumulate,
         work=WorkLists(begin, end, is_deterministic=is_deterministic),
     )
 

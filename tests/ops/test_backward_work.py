@@ -9,13 +9,14 @@ from torch import Tensor
 import megatron_splitkv._kernels as _kernels
 from tests.ops.cases import INTERVALS
 
-KEYS = 128  # of a KV tile
-ROWS = {64: 128, 128: 64}  # of a row tile, by head dim
+# Rows of a row tile and keys of a KV tile, by head dims (qk, v).
+TILES = {(64, 64): (128, 128), (128, 128): (64, 128), (192, 128): (64, 128), (256, 256): (64, 64)}
 NUM_SMS = 132
 NAMES = (
     "num_rows num_keys num_heads_q num_heads_kv head_dim_qk head_dim_v family dq_heads_per_tile "
     "num_dq_items is_dq_head_major num_dq_merge_rows num_dq_part_rows heads_per_tile num_items "
-    "num_row_tiles num_segments num_splits is_head_major is_deterministic"
+    "num_row_tiles num_segments num_unseen_kv_tiles prefetches_dq num_splits "
+    "is_head_major is_deterministic"
 )
 
 
@@ -25,10 +26,10 @@ def _build(
     num_keys: int,
     *,
     heads: tuple[int, int] = (4, 2),
-    head_dim: int = 128,
+    dims: tuple[int, int] = (128, 128),
     is_deterministic: bool = False,
-) -> tuple[dict[str, int], Tensor, Tensor, Tensor]:
-    """Sizes, items `[n, 8]`, row tiles `[t, 4]` and segments `[s, 4]`."""
+) -> tuple[dict[str, int], Tensor, Tensor, Tensor, Tensor]:
+    """Sizes, items `[n, 8]`, row tiles `[t, 4]`, segments `[s, 4]` and unseen KV tiles `[u]`."""
     work = _kernels.BackwardWork(
         kv_begin=begin.data_ptr(),
         kv_end=end.data_ptr(),
@@ -36,8 +37,8 @@ def _build(
         num_keys=num_keys,
         num_heads_q=heads[0],
         num_heads_kv=heads[1],
-        head_dim_qk=head_dim,
-        head_dim_v=head_dim,
+        head_dim_qk=dims[0],
+        head_dim_v=dims[1],
         num_sms=NUM_SMS,
         is_deterministic=is_deterministic,
         family="sm90",
@@ -46,8 +47,8 @@ def _build(
     ints = torch.full((work.num_ints,), -7, dtype=torch.int32)
     work.write(ints.data_ptr())
     counts = [8 * shape["num_items"], 4 * shape["num_row_tiles"], 4 * shape["num_segments"]]
-    items, row_tiles, segments = ints.split(counts)
-    return shape, items.view(-1, 8), row_tiles.view(-1, 4), segments.view(-1, 4)
+    items, row_tiles, segments, unseen = ints.split([*counts, shape["num_unseen_kv_tiles"]])
+    return shape, items.view(-1, 8), row_tiles.view(-1, 4), segments.view(-1, 4), unseen
 
 
 def _check(
@@ -55,14 +56,15 @@ def _check(
     end: Tensor,
     num_keys: int,
     heads: tuple[int, int] = (4, 2),
-    head_dim: int = 128,
+    dims: tuple[int, int] = (128, 128),
     is_deterministic: bool = False,
 ) -> None:
     """Every visible pair is covered once, whole tiles are whole, turns are all taken in order."""
-    shape, items, row_tiles, segments = _build(
-        begin, end, num_keys, heads=heads, head_dim=head_dim, is_deterministic=is_deterministic
+    shape, items, row_tiles, segments, unseen = _build(
+        begin, end, num_keys, heads=heads, dims=dims, is_deterministic=is_deterministic
     )
-    max_rows = ROWS[head_dim] // shape["heads_per_tile"]
+    tile_rows, tile_keys = TILES[dims]
+    max_rows = tile_rows // shape["heads_per_tile"]
     tile_of_row = torch.full((len(begin),), -1)
     for index, (row, rows, _, _) in enumerate(row_tiles.tolist()):
         assert 1 <= rows <= max_rows
@@ -83,6 +85,7 @@ def _check(
                 assert (tile, kv_tile) not in masked, "covered twice"
                 masked[tile, kv_tile] = bool(is_masked)
                 visits.setdefault(tile, []).append(kv_tile)
+    assert sorted([*parts, *unseen.tolist()]) == list(range(-(-num_keys // tile_keys)))
     for order in parts.values():
         assert order == list(range(len(order))), "a later part comes before an earlier one"
 
@@ -90,8 +93,8 @@ def _check(
         low, high, tile = int(begin[row]), int(end[row]), int(tile_of_row[row])
         if low >= high:
             continue
-        for kv_tile in range(low // KEYS, (high - 1) // KEYS + 1):
-            is_cut = low > kv_tile * KEYS or high < (kv_tile + 1) * KEYS
+        for kv_tile in range(low // tile_keys, (high - 1) // tile_keys + 1):
+            is_cut = low > kv_tile * tile_keys or high < (kv_tile + 1) * tile_keys
             assert masked[tile, kv_tile] or not is_cut, "a cut tile without mask"
     for tile, kv_tiles in visits.items():
         turns = sorted(kv_tile - int(row_tiles[tile, 2]) for kv_tile in kv_tiles)
@@ -109,8 +112,8 @@ def test_pairs_are_covered_once(
     intervals: str, rows: int, keys: int, heads: tuple[int, int], is_deterministic: bool
 ) -> None:
     begin, end = INTERVALS[intervals](rows, keys, torch.Generator().manual_seed(rows))
-    for head_dim in ROWS:
-        _check(begin, end, keys, heads, head_dim, is_deterministic)
+    for dims in TILES:
+        _check(begin, end, keys, heads, dims, is_deterministic)
 
 
 @settings(max_examples=60, deadline=None)
@@ -133,7 +136,7 @@ def _full(rows: int, keys: int) -> tuple[Tensor, Tensor]:
 
 
 def test_few_keys_split_their_rows() -> None:
-    shape, items, _, _ = _build(*_full(60000, 1024), 1024, heads=(2, 1))
+    shape, items, *_ = _build(*_full(60000, 1024), 1024, heads=(2, 1))
     assert shape["num_splits"] == 8
     assert NUM_SMS // 2 <= len(items) <= NUM_SMS
     assert int(items[:, 3].max()) - int(items[:, 3].min()) <= 1
@@ -141,7 +144,7 @@ def test_few_keys_split_their_rows() -> None:
 
 def test_long_documents_are_not_split() -> None:
     end = torch.arange(1, 16385, dtype=torch.int32)
-    shape, items, _, segments = _build(torch.zeros_like(end), end, 16384, heads=(16, 16))
+    shape, items, _, segments, _ = _build(torch.zeros_like(end), end, 16384, heads=(16, 16))
     assert shape["num_splits"] == 0
     assert len(items) == 128
     assert items[:, 3].tolist() == list(range(256, 0, -2)), "dearest first"
@@ -149,12 +152,48 @@ def test_long_documents_are_not_split() -> None:
     assert segments[segments[:, 2] == 1, 1].tolist() == [2] * 128
 
 
+def test_uneven_items_take_a_quarter_of_a_share_at_most() -> None:
+    """16 KV tiles with 313 row tiles each and 32 with 157; an SM's share is 608 of the 80256."""
+    begin = torch.cat([torch.zeros(20000), torch.full((10000,), 2048.0)]).int()
+    end = torch.cat([torch.full((20000,), 2048.0), torch.full((10000,), 6144.0)]).int()
+    shape, items, *_ = _build(begin, end, 6144, heads=(32, 8))
+    assert shape["num_splits"] == 48
+    assert int(items[:, 3].max()) <= 608 // 4
+    assert shape["prefetches_dq"], "each row tile meets 16 or 32 KV tiles"
+
+
+def test_items_of_like_cost_stay_in_the_order_of_the_keys() -> None:
+    docs = torch.tensor([3000, 9000, 5000, 9000])
+    ends = docs.cumsum(0)
+    begin = torch.repeat_interleave(ends - docs, docs).int()
+    end = torch.arange(1, 26001, dtype=torch.int32)
+    _, items, *_ = _build(begin, end, 26000, heads=(8, 8))
+    order = [(-steps.bit_length(), kv_tile) for kv_tile, _, _, steps, *_ in items.tolist()]
+    assert order == sorted(order)
+
+
 def test_short_queries_share_a_tile() -> None:
-    shape, items, row_tiles, _ = _build(*_full(16, 131072), 131072, heads=(32, 8))
+    shape, items, row_tiles, *_ = _build(*_full(16, 131072), 131072, heads=(32, 8))
     assert shape["heads_per_tile"] == 4
     assert len(row_tiles) == 1
     assert len(items) == 1024
     assert not shape["is_head_major"], "the heads of a KV tile lie side by side"
+
+
+@pytest.mark.parametrize(
+    ("dims", "heads", "rows", "is_head_major"),
+    [
+        ((256, 256), 8, 16384, True),
+        ((256, 256), 32, 4096, False),  # too few items in a head
+        ((128, 128), 16, 16384, False),
+    ],
+)
+def test_short_tiles_share_the_rows_of_a_head(
+    dims: tuple[int, int], heads: int, rows: int, is_head_major: bool
+) -> None:
+    end = torch.arange(1, rows + 1, dtype=torch.int32)
+    shape, *_ = _build(torch.zeros_like(end), end, rows, heads=(heads, heads), dims=dims)
+    assert shape["is_head_major"] == is_head_major
 
 
 def test_interval_beyond_the_keys_is_refused() -> None:
@@ -165,5 +204,5 @@ def test_interval_beyond_the_keys_is_refused() -> None:
 
 def test_head_dims_without_a_kernel_are_refused() -> None:
     begin, end = _full(5, 100)
-    with pytest.raises(ValueError, match=r"backward of head dims \(256, 256\), needs \(64, 64\)"):
-        _build(begin, end, 100, head_dim=256)
+    with pytest.raises(ValueError, match=r"backward of head dims \(80, 80\), needs \(64, 64\)"):
+        _build(begin, end, 100, dims=(80, 80))

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from megatron_splitkv.errors import UnsupportedError
 from megatron_splitkv.ops import WorkLists, partial_attention_backward
-from megatron_splitkv.ops.cuda import BACKWARD_HEAD_DIMS
+from megatron_splitkv.ops.cuda import HEAD_DIMS
 from megatron_splitkv.ops.delta import attention_delta
-from megatron_splitkv.ops.work_lists import kernel_family
 from tests import tolerances
 from tests.ops.cases import INTERVALS, Case, Shape
 from tests.ops.cuda_cases import (
@@ -26,21 +25,14 @@ from tests.oracle import assert_matches
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family")]
 
 DTYPES = [torch.bfloat16, torch.float16]
-HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 # Row tiles hold 16 to 128 rows, KV tiles 16 to 128 keys.
 ROW_SIZES = [0, 1, 15, 17, 31, 33, 63, 64, 65, 127, 128, 129, 307]
 KEY_SIZES = [0, 1, 7, 15, 17, 31, 33, 63, 64, 65, 127, 128, 129, 353]
 
 
-def _skip_without_kernel(dims: tuple[int, int]) -> None:
-    if kernel_family(torch.device("cuda", 0)) == "sm90" and dims not in BACKWARD_HEAD_DIMS:
-        pytest.skip(f"needs a backward kernel for head dims {dims}, sm_90 has none")
-
-
 @pytest.mark.parametrize("dims", HEAD_DIMS)
 @pytest.mark.parametrize("rows", ROW_SIZES)
 def test_sizes_around_a_tile(rows: int, dims: tuple[int, int]) -> None:
-    _skip_without_kernel(dims)
     for keys in KEY_SIZES:
         for intervals in ("random", "full"):
             shape = Shape(rows=rows, keys=keys, dim_qk=dims[0], dim_v=dims[1])
@@ -54,16 +46,18 @@ def test_sizes_around_a_tile(rows: int, dims: tuple[int, int]) -> None:
 def test_intervals(
     intervals: str, dims: tuple[int, int], dtype: torch.dtype, is_deterministic: bool
 ) -> None:
-    _skip_without_kernel(dims)
     shape = Shape(rows=700, keys=900, heads_q=4, heads_kv=2, dim_qk=dims[0], dim_v=dims[1])
     case = make_backward_case(shape, intervals=intervals, dtype=dtype)
     check_backward(case, is_deterministic=is_deterministic)
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("rows", [3, 40, 300, 2000])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (8, 1), (7, 1), (8, 2), (6, 2), (4, 4)])
-def test_heads(heads: tuple[int, int], rows: int) -> None:
-    shape = Shape(rows=rows, keys=1000, heads_q=heads[0], heads_kv=heads[1], dim_qk=128, dim_v=128)
+def test_heads(heads: tuple[int, int], rows: int, dims: tuple[int, int]) -> None:
+    shape = Shape(
+        rows=rows, keys=1000, heads_q=heads[0], heads_kv=heads[1], dim_qk=dims[0], dim_v=dims[1]
+    )
     check_backward(make_backward_case(shape, intervals="causal" if rows < 1000 else "full", seed=1))
 
 
@@ -71,7 +65,6 @@ def test_heads(heads: tuple[int, int], rows: int) -> None:
 @pytest.mark.parametrize("intervals", ["full", "random"])
 def test_split_rows(intervals: str, dims: tuple[int, int]) -> None:
     """Few keys and many rows: the rows go to several CTAs, which add to dk and dv in turn."""
-    _skip_without_kernel(dims)
     shape = Shape(rows=9001, keys=200, heads_q=2, heads_kv=1, dim_qk=dims[0], dim_v=dims[1])
     case = make_backward_case(shape, intervals=intervals, seed=2)
     work = WorkLists(case.kv_begin.cpu(), case.kv_end.cpu()).backward(case.q, case.k, case.v)
@@ -79,6 +72,33 @@ def test_split_rows(intervals: str, dims: tuple[int, int]) -> None:
     assert num_splits > 0
     check_backward(case)
     check_backward(case, is_deterministic=True)
+
+
+@pytest.mark.parametrize("rows", [0, 700, 9001])
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+@pytest.mark.parametrize("intervals", [*INTERVALS, "few keys"])
+def test_overwriting(intervals: str, dims: tuple[int, int], rows: int) -> None:
+    """The same bits as adding to zeros, whatever dk and dv held, also for keys that none sees."""
+    keys = 200 if rows == 9001 else 900  # few keys and many rows: split into parts
+    shape = Shape(rows=rows, keys=keys, heads_q=4, heads_kv=2, dim_qk=dims[0], dim_v=dims[1])
+    make_intervals = _see_few_keys if intervals == "few keys" else intervals
+    case = make_backward_case(shape, intervals=make_intervals, seed=3)
+    lse = torch.zeros(case.q.shape[:2], device="cuda")
+    delta = torch.zeros_like(lse)
+    zeros, dirty = (
+        [torch.full((keys, 2, dim), value, device="cuda") for dim in dims]
+        for value in (0.0, torch.nan)
+    )
+    dq = backward(case, lse, delta, *zeros, is_deterministic=True)
+    other_dq = backward(case, lse, delta, *dirty, is_deterministic=True, accumulate=False)
+    for a, b in zip((dq, *zeros), (other_dq, *dirty), strict=True):
+        assert torch.equal(a, b)
+
+
+def _see_few_keys(rows: int, keys: int, _: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Most KV tiles are seen by no row."""
+    begin = torch.full((rows,), keys * 3 // 4, dtype=torch.int32)
+    return begin, begin + 5
 
 
 def _gradients(case: Case, lse: Tensor, delta: Tensor) -> list[Tensor]:
@@ -193,7 +213,6 @@ def test_parts_of_the_keys_add_up() -> None:
 @pytest.mark.parametrize("rows", [3000, 9001])
 def test_repeats_are_bitwise_equal(rows: int, dims: tuple[int, int]) -> None:
     """dk and dv in any mode, dq in deterministic mode."""
-    _skip_without_kernel(dims)
     keys = 3000 if rows == 3000 else 200
     shape = Shape(rows=rows, keys=keys, heads_q=8, heads_kv=2, dim_qk=dims[0], dim_v=dims[1])
     case = make_backward_case(shape, intervals="full", seed=8)

@@ -1,9 +1,9 @@
-"""Merge and delta on a GPU against the CPU kernels."""
+"""Merge, sum and wire format of partials, and delta, on a GPU against the CPU kernels."""
 
 import pytest
 import torch
 
-from megatron_splitkv.ops import merge_partials_
+from megatron_splitkv.ops import add_partials_, encode_partials_, merge_partials_
 from megatron_splitkv.ops.delta import attention_delta
 
 pytestmark = pytest.mark.gpu
@@ -14,7 +14,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 33, 64, 128, 192, 512])
 @pytest.mark.parametrize("max_parts", [1, 8, 70])
-def test_merge_equals_the_cpu(max_parts: int, dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_merge_equals_the_cpu(
+    is_scaled: bool, max_parts: int, dim: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(max_parts + dim)
     rows, heads, num_slots = 37, 3, 90
     counts = torch.randint(0, max_parts + 1, (rows,), generator=generator)
@@ -29,10 +32,11 @@ def test_merge_equals_the_cpu(max_parts: int, dim: int, dtype: torch.dtype) -> N
     lse = torch.randn((rows, heads), generator=generator) * 20
     lse[::3] = -torch.inf
     out[::3] = torch.nan
-    arguments = (part_out, part_lse, ptr, slots)
+    scale = torch.rand((num_slots, heads), generator=generator) * 3 if is_scaled else None
+    arguments = (part_out, part_lse, ptr, slots, scale)
     cuda_out, cuda_lse = out.cuda(), lse.cuda()
     merge_partials_(out, lse, *arguments)
-    merge_partials_(cuda_out, cuda_lse, *(x.cuda() for x in arguments))
+    merge_partials_(cuda_out, cuda_lse, *(None if x is None else x.cuda() for x in arguments))
     torch.testing.assert_close(cuda_out.cpu(), out, rtol=2e-5, atol=2e-6)
     torch.testing.assert_close(cuda_lse.cpu(), lse, rtol=1e-6, atol=2e-6)
 
@@ -46,6 +50,49 @@ def test_single_partial_is_kept_bitwise() -> None:
     merge_partials_(out, lse, part_out, part_lse, each, each[:-1])
     assert torch.equal(out, part_out)
     assert torch.equal(lse, part_lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 33, 64, 128, 192, 512])
+@pytest.mark.parametrize("max_parts", [1, 8, 70])
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_add_equals_the_cpu(is_scaled: bool, max_parts: int, dim: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(max_parts + dim)
+    rows, heads, num_slots = 37, 3, 90
+    counts = torch.randint(0, max_parts + 1, (rows,), generator=generator)
+    ptr = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+    slots = torch.randint(0, num_slots, (int(ptr[-1]),), generator=generator).int()
+    parts = torch.randn((num_slots, heads, dim), generator=generator).to(dtype)
+    scale = torch.rand((num_slots, heads), generator=generator) * 3 if is_scaled else None
+    total = torch.randn((rows, heads, dim), generator=generator)
+    on_cuda = total.cuda()
+    arguments = (parts, ptr, slots, scale)
+    add_partials_(total, *arguments)
+    add_partials_(on_cuda, *(None if x is None else x.cuda() for x in arguments))
+    torch.testing.assert_close(on_cuda.cpu(), total, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [1, 33, 64, 128, 132, 192, 256, 512])
+@pytest.mark.parametrize("num_rows", [0, 1, 1001])
+def test_encode_gives_the_bits_of_the_cpu(num_rows: int, dim: int) -> None:
+    """Into packed rows that leave a gap; NaN, infinity and zeros in heads of their own."""
+    generator = torch.Generator().manual_seed(dim)
+    values = torch.randn(num_rows, 3, dim, generator=generator) * 1e3
+    values *= torch.logspace(0, -8, dim)
+    values[::7, 0] = 0.0
+    values[::11, 1, dim // 2] = torch.nan
+    values[::13, 2, -1] = -torch.inf
+    encoded = torch.empty(num_rows, 3, dim, dtype=torch.float16)
+    scale = torch.empty(num_rows, 3)
+    encode_partials_(encoded, scale, values)
+    packed = torch.full((num_rows, 3 * dim + 8), 7.0, dtype=torch.float16, device="cuda")
+    beside = torch.full((num_rows, 8), 7.0, device="cuda")
+    encode_partials_(packed[:, : 3 * dim].view(num_rows, 3, dim), beside[:, 1:4], values.cuda())
+    got = packed[:, : 3 * dim].reshape(num_rows, 3, dim).cpu()
+    torch.testing.assert_close(got, encoded, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(beside[:, 1:4].cpu(), scale, rtol=0, atol=0, equal_nan=True)
+    assert (packed[:, 3 * dim :] == 7).all()
+    assert (beside[:, [0, 4, 5, 6, 7]] == 7).all()
 
 
 PAIRS = [(a, b) for a in DTYPES for b in DTYPES if a == b or torch.float32 in (a, b)]

@@ -181,3 +181,28 @@ def test_registration() -> None:
         ),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def test_scaled_partials_equal_their_products() -> None:
+    """fp16 with a factor for each row and head, as `encode_partials_` makes; empty: NaN."""
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn((6, 2, 17), generator=generator).half()
+    scale = torch.rand((6, 2), generator=generator) * 100
+    part_lse = torch.randn((6, 2), generator=generator)
+    values[3, 0], scale[3, 0], part_lse[3, 0] = torch.nan, torch.nan, EMPTY
+    ptr, slots = torch.tensor([0, 2, 6]).int(), torch.tensor([5, 0, 1, 2, 3, 4]).int()
+    results: list[tuple[Tensor, Tensor]] = []
+    for part_out, factor in ((values, scale), (values.float() * scale[..., None], None)):
+        out, lse = torch.ones(2, 2, 17), torch.zeros(2, 2)
+        merge_partials_(out, lse, part_out, part_lse, ptr, slots, factor)
+        results.append((out, lse))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-5)
+
+
+def test_a_scale_of_another_shape_is_refused() -> None:
+    ptr, slots = torch.zeros(2).int(), torch.zeros(0).int()
+    with pytest.raises(ValueError, match=r"part_scale has shape \[2, 1\], needs \[3, 1\]"):
+        merge_partials_(
+            torch.zeros(1, 1, 4), torch.zeros(1, 1), torch.zeros(3, 1, 4), torch.zeros(3, 1), ptr,
+            slots, torch.zeros(2, 1),
+        )  # fmt: skip

@@ -260,6 +260,16 @@ def _split_keys(case: Case, num_parts: int) -> list[tuple[Case, slice]]:
     return parts
 
 
+def test_overwriting_gives_the_bits_of_adding_to_zeros() -> None:
+    case = make_case(Shape(), intervals="scattered")
+    out, lse = case.forward()
+    delta = case.delta(out)
+    expected = case.backward(lse, delta)
+    dk, dv = torch.full(case.k.shape, torch.nan), torch.full(case.v.shape, torch.nan)
+    dq = case.backward_into(lse, delta, dk, dv, accumulate=False)
+    assert all(torch.equal(a, b) for a, b in zip(expected, (dq, dk, dv), strict=True))
+
+
 @pytest.mark.parametrize("intervals", INTERVALS)
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])
 def test_split_keys_merge_to_the_whole(num_parts: int, intervals: str) -> None:

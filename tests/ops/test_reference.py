@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_splitkv.ops import merge_partials_, reference
+from megatron_splitkv.ops import add_partials_, encode_partials_, merge_partials_, reference
 from tests import tolerances
 from tests.ops.cases import INTERVALS, Shape, make_case
 from tests.oracle import assert_lse_matches, assert_matches
@@ -49,9 +49,25 @@ def test_twin_of_merge() -> None:
         outs[empty], lses[empty] = torch.nan, -torch.inf
     ptr = torch.tensor([0, 1, 1, 4, 6, 6, 8, 9, 10, 12]).int()
     slots = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]).int()
+    scale = torch.rand(12, 2) + 0.5
     twin_out, twin_lse = out.clone(), lse.clone()
-    reference.merge_partials_(twin_out, twin_lse, part_out, part_lse, ptr, slots)
-    merge_partials_(out, lse, part_out, part_lse, ptr, slots)
+    reference.merge_partials_(twin_out, twin_lse, part_out, part_lse, ptr, slots, scale)
+    merge_partials_(out, lse, part_out, part_lse, ptr, slots, scale)
     assert twin_lse[0, 0] == -torch.inf and (twin_out[0] == 0).all()
     torch.testing.assert_close(twin_out, out, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(twin_lse, lse, rtol=1e-6, atol=1e-6)
+
+
+def test_twins_of_encode_and_add() -> None:
+    values, total = torch.randn(12, 2, 8) * 100, torch.randn(3, 2, 8)
+    values[4, 1] = 0.0
+    coded = [(torch.empty(12, 2, 8, dtype=torch.float16), torch.empty(12, 2)) for _ in range(2)]
+    encode_partials_(*coded[0], values)
+    reference.encode_partials_(*coded[1], values)
+    assert all(map(torch.equal, *coded))
+    ptr, slots = torch.tensor([0, 5, 5, 9]).int(), torch.tensor([3, 11, 0, 4, 4, 1, 2, 7, 8]).int()
+    twin = total.clone()
+    encoded, scale = coded[0]
+    reference.add_partials_(twin, encoded, ptr, slots, scale)
+    add_partials_(total, encoded, ptr, slots, scale)
+    torch.testing.assert_close(total, twin, rtol=1e-6, atol=1e-5)

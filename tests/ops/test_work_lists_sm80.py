@@ -18,14 +18,15 @@ TILES = {
 NAMES = (
     "num_rows num_keys num_heads_q num_heads_kv head_dim_qk head_dim_v family dq_heads_per_tile "
     "num_dq_items is_dq_head_major num_dq_merge_rows num_dq_part_rows heads_per_tile num_items "
-    "num_row_tiles num_segments num_splits is_head_major is_deterministic"
+    "num_row_tiles num_segments num_unseen_kv_tiles prefetches_dq num_splits "
+    "is_head_major is_deterministic"
 )
 
 
 def _build(
     begin: Tensor, end: Tensor, num_keys: int, heads: tuple[int, int], dims: tuple[int, int]
 ) -> tuple[dict[str, int], list[list[list[int]]]]:
-    """Sizes, and items, row tiles, segments, items and merge rows of dq."""
+    """Sizes, and items, row tiles, segments, items and merge rows of dq, unseen KV tiles."""
     work = _kernels.BackwardWork(
         kv_begin=begin.data_ptr(),
         kv_end=end.data_ptr(),
@@ -48,6 +49,7 @@ def _build(
         (shape["num_segments"], 4),
         (shape["num_dq_items"], 8),
         (shape["num_dq_merge_rows"], 4),
+        (shape["num_unseen_kv_tiles"], 1),
     )
     lists = [
         part.view(count, width).tolist()
@@ -73,7 +75,7 @@ def test_pairs_are_covered_once_in_each_list(
 ) -> None:
     begin, end = INTERVALS[intervals](rows, keys, torch.Generator().manual_seed(rows))
     shape, lists = _build(begin, end, keys, heads, dims)
-    items, row_tiles, segments, dq_items, dq_rows = lists
+    items, row_tiles, segments, dq_items, dq_rows, unseen = lists
     (step_rows, tile), (dq_tile_rows, dq_tile) = TILES[dims]
     visible = _visible(begin, end, keys + 16 * tile)
 
@@ -93,6 +95,7 @@ def test_pairs_are_covered_once_in_each_list(
                 assert is_masked or visible[pairs][sees].all()
         assert steps == num_steps
     assert (covered[visible] == 1).all()
+    assert sorted([*next_part, *(index for (index,) in unseen)]) == list(range(-(-keys // tile)))
 
     covered.zero_()
     writes = torch.zeros(rows, dtype=torch.int32)

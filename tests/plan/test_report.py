@@ -21,9 +21,13 @@ SHAPE = AttentionShape(num_heads_q=2, head_dim_qk=5, head_dim_v=8, dtype="bf16")
 
 def test_bytes_of_a_row_by_hand():
     """Each field is padded to 16 bytes: q 20 -> 32, lse and delta 8 -> 16."""
-    config = SplitKVConfig()
+    config = SplitKVConfig(partial_dtype="fp32")
     assert SHAPE.forward_bytes(config) == (32, 64 + 16)
     assert SHAPE.backward_bytes(config) == (32 + 16 + 16 + 32, 48)
+    scaled = SplitKVConfig(partial_dtype="fp16")
+    assert SHAPE.forward_bytes(scaled) == (32, 32 + 16 + 16)
+    assert SHAPE.backward_bytes(scaled) == (32 + 16 + 16 + 32, 32 + 16)
+    assert SHAPE.forward_bytes(SplitKVConfig()) == SHAPE.forward_bytes(scaled)
     kept = SplitKVConfig(keep_queries=True, partial_dtype="bf16")
     assert SHAPE.forward_bytes(kept) == (32, 32 + 16)
     assert SHAPE.backward_bytes(kept) == (32 + 16 + 16, 32)
@@ -31,7 +35,7 @@ def test_bytes_of_a_row_by_hand():
 
 def test_report_counts_loads_documents_and_bytes():
     plan = make_plan([20000, 12000, 768], 4, block_size=512)
-    report = report_plan(plan, SHAPE, SplitKVConfig())
+    report = report_plan(plan, SHAPE, SplitKVConfig(partial_dtype="fp32"))
     rows = plan_exchange(plan).travelling(4)
     sent, answered = rows.sum(1), rows.sum(0)
     assert report.bytes_forward == tuple((sent * 32 + answered * 80).tolist())
@@ -65,7 +69,7 @@ def test_whole_documents_cost_no_bytes():
 
 def test_bytes_depend_on_query_rows_alone():
     """The same rows over twice the context, all ranks needed in both: the same bytes."""
-    config = SplitKVConfig(num_stages=2)
+    config = SplitKVConfig(num_stages=2, partial_dtype="fp32")
     reports = [
         report_plan(make_plan([length], 4, queries=Suffix(64), block_size=64), SHAPE, config)
         for length in (4096, 8192, 1 << 20)
@@ -92,7 +96,7 @@ def test_table_shows_every_rank_and_the_ratios():
     assert all(len(line) <= 79 for line in lines.splitlines())
     caption = (
         "MB (10^6 bytes): sent by this rank in one attention layer, for 2 query heads of dim 5 "
-        "(qk) and 8 (v) in bf16, partials in fp32"
+        "(qk) and 8 (v) in bf16, partials in fp16"
     )
     assert caption in " ".join(lines.split())
 

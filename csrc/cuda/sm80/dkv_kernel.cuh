@@ -37,6 +37,7 @@ struct DkvKernelParams {
     int32_t heads_per_tile;
     int32_t group;  // query heads of one KV head
     int32_t is_head_major;
+    int32_t accumulates;  // into dk and dv; else they are overwritten
     float softmax_scale;
     float scale_log2;  // softmax_scale * log2(e)
 };
@@ -175,7 +176,8 @@ class DkvCta {
         }
     }
 
-    // Adds to dk and dv, in turn with the other parts of the same KV tile.
+    // Adds to dk and dv, in turn with the other parts of the same KV tile; the first part
+    // overwrites them where they are not accumulated into.
     SPLITKV_DEVICE void add() {
         int32_t* turn = params.part_turns + kv_head * params.num_splits + item.split;
         if (item.num_parts > 1) {
@@ -312,6 +314,7 @@ class DkvCta {
     template <int kRegisters>
     SPLITKV_DEVICE void add_columns(const Rows& tensor, float factor, int first_column,
                                     const float (&values)[kRegisters]) {
+        const bool adds = params.accumulates != 0 || item.part > 0;
 #pragma unroll
         for (int half = 0; half < kRowsPerThread; ++half) {
             const int64_t key =
@@ -322,7 +325,8 @@ class DkvCta {
 #pragma unroll
             for (int j = 0; j < kRegisters / 4; ++j) {
                 auto* pair = reinterpret_cast<float2*>(target + 8 * j);
-                float2 sum = __ldcg(pair);  // another SM may have written it
+                // Another SM may have written it.
+                float2 sum = adds ? __ldcg(pair) : float2{0.0f, 0.0f};
                 // Not fused: adding to a sum gives the same bits as adding to zero and then to it.
                 sum.x = __fadd_rn(sum.x, __fmul_rn(factor, values[4 * j + 2 * half]));
                 sum.y = __fadd_rn(sum.y, __fmul_rn(factor, values[4 * j + 2 * half + 1]));
@@ -376,6 +380,7 @@ void launch_dkv_kernel(const BackwardParams& params, const BackwardWorkArrays& w
     kernel_params.heads_per_tile = static_cast<int32_t>(shape.heads_per_tile);
     kernel_params.group = static_cast<int32_t>(params.q.heads / params.k.heads);
     kernel_params.is_head_major = static_cast<int32_t>(shape.is_head_major);
+    kernel_params.accumulates = static_cast<int32_t>(params.accumulates);
     kernel_params.softmax_scale = params.softmax_scale;
     kernel_params.scale_log2 = params.softmax_scale * kLog2E;
     cuda::LaunchConfig config{};

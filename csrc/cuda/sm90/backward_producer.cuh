@@ -40,7 +40,8 @@ struct BackwardLoader {
     Smem& smem;
     RingCursor<kBackwardItemSlots> at_work;
     RingCursor<1> at_kv;
-    RingCursor<Traits::kStages> at_rows;
+    RingCursor<Traits::kStages> at_q;
+    RingCursor<Traits::kDoutStages> at_dout;
 
     SPLITKV_DEVICE BackwardLoader(const BackwardKernelParams& p, Smem& s) : params(p), smem(s) {}
 
@@ -53,8 +54,9 @@ struct BackwardLoader {
             if (num_work > static_cast<int>(gridDim.x)) {
                 next = static_cast<int>(gridDim.x) + atomicAdd(params.counter, 1);
             }
-            const KvTileWork work = work_of(index);
-            publish(work);
+            // Stays where it is while the item lasts: registers are scarce.
+            const KvTileWork& work = smem.work[at_work.stage];
+            publish(work_of(index));
             int steps_left = work.num_steps;
             load_keys(work);
             for_each_step(params, work, [&](const StepWork& step) {
@@ -111,8 +113,8 @@ struct BackwardLoader {
     SPLITKV_DEVICE void load_rows(const StepWork& step) {
         const int head = step.tile_head * params.heads_per_tile;
         const int row_begin = params.row_tiles[step.tile].row_begin;
-        const int stage = at_rows.stage;
-        smem.q_barriers.wait_empty(at_rows);
+        const int stage = at_q.stage;
+        smem.q_barriers.wait_empty(at_q);
         smem.is_masked[stage] = step.is_masked;
         const uint32_t barrier = smem.q_barriers.full_address(stage);
         load_boxes<Traits::kQkChunks, Traits::kRows>(
@@ -125,26 +127,36 @@ struct BackwardLoader {
         ptx::cp_async_bulk_load(ptx::smem_address(smem.limits) + stage * Traits::kLimitsBytes,
                                 params.limits + int64_t{step.tile} * 2 * Traits::kRows,
                                 Traits::kLimitsBytes, barrier);
-        smem.dout_barriers.wait_empty(at_rows);
+        at_q.advance();
+        smem.dout_barriers.wait_empty(at_dout);
         load_boxes<Traits::kVChunks, Traits::kRows>(
-            &params.dout, ptx::smem_address(smem.dout) + stage * Traits::kDoutBytes,
-            smem.dout_barriers.full_address(stage), head, row_begin, Traits::kDoutBytes);
-        at_rows.advance();
+            &params.dout, ptx::smem_address(smem.dout) + at_dout.stage * Traits::kDoutBytes,
+            smem.dout_barriers.full_address(at_dout.stage), head, row_begin, Traits::kDoutBytes);
+        at_dout.advance();
+        if (params.prefetches_dq) prefetch_dq(head, row_begin);
     }
 
     // Adds that miss L2 hold up those that hit it. Behind the loads, which are needed sooner.
     SPLITKV_DEVICE void prefetch_gradients(const KvTileWork& work) {
+        if (!params.accumulates) return;
         for (int row = 0; row < Traits::kKeys; row += kWarpgroupRows) {
-            prefetch_boxes<Traits::kHeadDimV>(&params.dv, work, row);
-            prefetch_boxes<Traits::kHeadDimQk>(&params.dk, work, row);
+            prefetch_boxes<Traits::kHeadDimV>(&params.dv, work.kv_head, work.key_begin + row);
+            prefetch_boxes<Traits::kHeadDimQk>(&params.dk, work.kv_head, work.key_begin + row);
+        }
+    }
+
+    SPLITKV_DEVICE void prefetch_dq(int head, int row_begin) {
+        for (int row = 0; row < Traits::kRows; row += kWarpgroupRows) {
+            prefetch_boxes<Traits::kHeadDimQk>(&params.dq, head,
+                                               row_begin + row / params.heads_per_tile);
         }
     }
 
     template <int kHeadDim>
-    SPLITKV_DEVICE void prefetch_boxes(const CUtensorMap* map, const KvTileWork& work, int row) {
+    SPLITKV_DEVICE void prefetch_boxes(const CUtensorMap* map, int head, int row) {
 #pragma unroll 1
         for (int column = 0; column < kHeadDim; column += kBoxColumns) {
-            ptx::cp_async_bulk_prefetch_tensor_3d(map, column, work.kv_head, work.key_begin + row);
+            ptx::cp_async_bulk_prefetch_tensor_3d(map, column, head, row);
         }
     }
 
@@ -173,7 +185,7 @@ struct BackwardWriter {
     Smem& smem;
     const int writer;  // 0 .. kWriters - 1
     RingCursor<kBackwardItemSlots> at_work;
-    RingCursor<kWriters> at_dq;
+    RingCursor<Traits::kDqSlots> at_dq;
     uint32_t piece_parity = 0;
 
     SPLITKV_DEVICE BackwardWriter(const BackwardKernelParams& p, Smem& s, int index)
@@ -182,15 +194,18 @@ struct BackwardWriter {
     SPLITKV_DEVICE void run() {
         while (true) {
             smem.work_barriers.wait_full(at_work);
-            const KvTileWork work = smem.work[at_work.stage];
-            smem.work_barriers.release(at_work);
-            at_work.advance();
+            const KvTileWork& work = smem.work[at_work.stage];
             if (work.key_begin < 0) return;
             for_each_step(params, work, [&](const StepWork& step) {
-                if (at_dq.stage == writer) add_dq(work, step);
-                at_dq.advance();
+                if (at_dq.stage / Traits::kDqPieces == writer) {
+                    add_dq(work, step);
+                } else {
+                    for (int piece = 0; piece < Traits::kDqPieces; ++piece) at_dq.advance();
+                }
             });
             if (writer == 0) add_dk_dv(work);
+            smem.work_barriers.release(at_work);
+            at_work.advance();
         }
     }
 
@@ -203,19 +218,28 @@ struct BackwardWriter {
             turn = params.dq_turns + step.tile_head * params.num_row_tiles + step.tile;
             wait_for_turn(turn, work.key_begin / Traits::kKeys - row_tile.first_kv_tile);
         }
+        for (int piece = 0; piece < Traits::kDqPieces; ++piece) {
+            add_dq_piece(step, row_tile.row_begin, piece * Traits::kDqBoxes * kBoxColumns);
+            at_dq.advance();
+        }
+        if (turn != nullptr) pass_turn(turn);
+    }
+
+    SPLITKV_DEVICE void add_dq_piece(const StepWork& step, int row_begin, int first_column) {
 #pragma unroll
         for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
             smem.dq_barriers[consumer].wait_full(at_dq);
             // Whole query rows: heads_per_tile divides the 64 rows of a consumer.
             const int row =
                 Traits::kSplitsDqRows ? consumer * kWarpgroupRows / params.heads_per_tile : 0;
-            const int column = Traits::kSplitsDqRows ? 0 : consumer * Traits::kDqColumns;
+            const int column =
+                first_column + (Traits::kSplitsDqRows ? 0 : consumer * Traits::kDqColumns);
 #pragma unroll
             for (int box = 0; box < Traits::kDqBoxes; ++box) {
                 ptx::cp_reduce_async_bulk_tensor_3d_add(
                     &params.dq, ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes,
                     column + box * kBoxColumns, step.tile_head * params.heads_per_tile,
-                    row_tile.row_begin + row);
+                    row_begin + row);
             }
             ptx::cp_async_bulk_commit_group();
         }
@@ -225,7 +249,6 @@ struct BackwardWriter {
         smem.dq_barriers[0].release(at_dq);
         ptx::cp_async_bulk_wait_group_read<0>();
         smem.dq_barriers[1].release(at_dq);
-        if (turn != nullptr) pass_turn(turn);
     }
 
     SPLITKV_DEVICE void add_dk_dv(const KvTileWork& work) {
@@ -236,12 +259,15 @@ struct BackwardWriter {
         }
         for (int piece = 0; piece < Traits::kPieces; ++piece) {
             add_piece(work, piece);
-            // All but this piece's adds have read their buffers.
-            ptx::cp_async_bulk_wait_group_read<1>();
-            if (piece > 0) release_piece(piece - 1);
+            // With one buffer these adds, else all but these, have read theirs.
+            ptx::cp_async_bulk_wait_group_read<Traits::kHasOneBuffer ? 0 : 1>();
+            const int read_piece = Traits::kHasOneBuffer ? piece : piece - 1;
+            if (read_piece >= 0) release_piece(read_piece);
         }
-        ptx::cp_async_bulk_wait_group_read<0>();
-        release_piece(Traits::kPieces - 1);
+        if constexpr (!Traits::kHasOneBuffer) {
+            ptx::cp_async_bulk_wait_group_read<0>();
+            release_piece(Traits::kPieces - 1);
+        }
         piece_parity ^= 1;
         if (turn != nullptr) pass_turn(turn);
     }
@@ -249,18 +275,32 @@ struct BackwardWriter {
     SPLITKV_DEVICE void add_piece(const KvTileWork& work, int piece) {
         const bool is_dv = piece < Traits::kDvPieces;
         const CUtensorMap* map = is_dv ? &params.dv : &params.dk;
-        const int column = (is_dv ? piece : piece - Traits::kDvPieces) * kChunkColumns;
+        const int first_column =
+            (is_dv ? piece : piece - Traits::kDvPieces) * Traits::kPieceColumns;
+        const int consumer_columns = is_dv ? Traits::kDvColumns : Traits::kDkColumns;
 #pragma unroll
         for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
             ptx::mbarrier_wait(smem.piece_barriers[consumer].full_address(piece), piece_parity);
+            const int row = Traits::kSplitsKeys ? consumer * kWarpgroupRows : 0;
+            const int column =
+                first_column + (Traits::kSplitsKeys ? 0 : consumer * consumer_columns);
 #pragma unroll
-            for (int box = 0; box < kChunkColumns / kBoxColumns; ++box) {
-                ptx::cp_reduce_async_bulk_tensor_3d_add(
-                    map, piece_box_address(smem, consumer, piece, box), column + box * kBoxColumns,
-                    work.kv_head, work.key_begin + consumer * kWarpgroupRows);
+            for (int box = 0; box < Traits::kPieceColumns / kBoxColumns; ++box) {
+                write_box(work, map, piece_box_address(smem, consumer, piece, box),
+                          column + box * kBoxColumns, work.key_begin + row);
             }
         }
         ptx::cp_async_bulk_commit_group();
+    }
+
+    // The first part of a KV tile overwrites, where dk and dv are not accumulated into.
+    SPLITKV_DEVICE void write_box(const KvTileWork& work, const CUtensorMap* map, uint32_t source,
+                                  int column, int row) {
+        if (params.accumulates || work.part > 0) {
+            ptx::cp_reduce_async_bulk_tensor_3d_add(map, source, column, work.kv_head, row);
+        } else {
+            ptx::cp_async_bulk_tensor_3d_store(map, source, column, work.kv_head, row);
+        }
     }
 
     SPLITKV_DEVICE void release_piece(int piece) {

@@ -53,6 +53,8 @@ struct BackwardKernelParams {
     int32_t heads_per_tile;
     int32_t tile_heads_per_kv_head;
     int32_t is_head_major;
+    int32_t prefetches_dq;
+    int32_t accumulates;  // into dk and dv; else they are overwritten
     float softmax_scale;
     float scale_log2;  // softmax_scale * log2(e)
 };
@@ -66,8 +68,9 @@ struct BackwardTraits {
     static constexpr int kRows = kTile.rows;
     static constexpr int kKeys = kTile.keys;
     static constexpr int kConsumers = kTile.consumers;
-    static constexpr int kStages = kTile.stages;
-    static constexpr int kDsStages = 2;  // one barrier per step suffices
+    static constexpr int kStages = kTile.q_stages;
+    static constexpr int kDoutStages = kTile.dout_stages;
+    static constexpr int kDsStages = kStages;
     static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
     static constexpr int kQkChunks = kDimQk / kChunkColumns;
     static constexpr int kVChunks = kDimV / kChunkColumns;
@@ -81,19 +84,28 @@ struct BackwardTraits {
     // A consumer's part of dq: 64 of the 128 rows, or half of the columns of all 64 rows.
     static constexpr bool kSplitsDqRows = kRows == kConsumers * kWarpgroupRows;
     static constexpr int kDqColumns = kSplitsDqRows ? kDimQk : kDimQk / kConsumers;
+    static constexpr int kDqPieces = 1;  // all at once
+    static constexpr int kDqSlots = kWriters * kDqPieces;
     static constexpr int kDqBoxes = kDqColumns / kBoxColumns;  // of one consumer
     static constexpr int kDqBytes = kDqBoxes * kBoxBytes;
     // dv, then dk of a consumer leave in pieces of 64 columns. Each is staged in one of the
     // consumer's buffers: that of dq, a spare one, its part of ds.
-    static constexpr int kDvPieces = kDimV / kChunkColumns;
-    static constexpr int kPieces = kDvPieces + kDimQk / kChunkColumns;
+    static constexpr bool kSplitsKeys = true;
+    static constexpr int kDkColumns = kDimQk;
+    static constexpr int kDvColumns = kDimV;
+    static constexpr int kPieceColumns = kChunkColumns;
+    static constexpr int kDvPieces = kDvColumns / kPieceColumns;
+    static constexpr int kPieces = kDvPieces + kDkColumns / kPieceColumns;
     static constexpr int kPieceBytes = 2 * kBoxBytes;
+    static constexpr bool kHasOneBuffer = false;
     static constexpr bool kHasSpare = kPieces > 2;
     static constexpr int kDsPiece = kHasSpare ? 2 : 1;  // the one that is staged where ds was
     static constexpr int kProducerRegisters = 40;
     static constexpr int kConsumerRegisters = 232;
 
-    static_assert(kTile.keys > 0, "no tile is listed for these head dims");
+    static_assert(kTile.keys > 0 && !kTile.is_wide, "no such tile is listed for these head dims");
+    static_assert(kStages == kWriters && kDoutStages == kStages,
+                  "one cursor for all that a step passes through");
     static_assert(kKeys == kConsumers * kWarpgroupRows, "each consumer owns 64 keys");
     static_assert(kSplitsDqRows || kRows == kWarpgroupRows,
                   "the rows of dq go to the consumers, or all to each of them");
@@ -125,8 +137,25 @@ struct BackwardSmem {
     RingBarriers<Traits::kStages> q_barriers;
     RingBarriers<Traits::kStages> dout_barriers;
     // One buffer, but two barriers, as two writers take the steps in turn.
-    RingBarriers<kWriters> dq_barriers[Traits::kConsumers];
+    RingBarriers<Traits::kDqSlots> dq_barriers[Traits::kConsumers];
+    RingBarriers<Traits::kStages> ds_barriers;  // all consumers write, and all read
     RingBarriers<Traits::kPieces> piece_barriers[Traits::kConsumers];
+
+    // Each thread arrives for itself: as fast as one for its warp, and its own reads and writes
+    // come before its arrival without further proof.
+    SPLITKV_DEVICE void init_barriers() {
+        constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
+        work_barriers.init(kConsumerThreads + kWriters);
+        k_barriers.init(kConsumerThreads);
+        v_barriers.init(kConsumerThreads);
+        q_barriers.init(kConsumerThreads);
+        dout_barriers.init(kConsumerThreads);
+        ds_barriers.init(kConsumerThreads, kConsumerThreads);
+        for (int i = 0; i < Traits::kConsumers; ++i) {
+            dq_barriers[i].init(kWarpgroupThreads, 1);
+            piece_barriers[i].init(kWarpgroupThreads, 1);
+        }
+    }
 };
 
 // Where a box of 32 columns of a piece of dv or dk is staged.

@@ -6,11 +6,12 @@
 //   dv += p . dout, dk += ds . q                       taken from registers
 //   dq  = ds^T . k                                     ds of all consumers through shared memory
 //
-// dv is issued before the barrier that makes ds visible, and the proxy fence stands behind that
-// issue: both hide under the product. dq, and at the end dk and dv, go to global memory through the
-// BackwardWriter, by way of shared memory.
+// dq is a step behind: the ds that it takes has long been there, and no consumer waits for another.
+// dv is issued before ds is handed over, and the proxy fence hides under the product. dq, and in
+// the end dk and dv, go to global memory through the BackwardWriter, by way of shared memory.
 #pragma once
 
+#include "cuda/sm90/backward_boxes.cuh"
 #include "cuda/sm90/backward_traits.cuh"
 
 namespace splitkv::sm90 {
@@ -24,25 +25,19 @@ struct BackwardConsumer {
     static constexpr int kRowSteps = Traits::kRows / kStepK;
     static constexpr int kDqRegisters = Traits::kDqColumns / 2;
     static constexpr bool kHasRegisters = Traits::kRows == 64;  // to load lse early
-    static constexpr int kBoxRegisters = kBoxColumns / 2;
-    static constexpr int kDsBarrier = 1;  // named barrier; 0 is __syncthreads
+    static constexpr int kDsBarrier = 1;  // named barrier at the end of an item; 0 is __syncthreads
     static constexpr int kConsumerThreads = Traits::kConsumers * kWarpgroupThreads;
 
     const BackwardKernelParams& params;
     Smem& smem;
     const int consumer;  // 0 .. kConsumers - 1
     RingCursor<kBackwardItemSlots> at_work;
-    RingCursor<1> at_k;
-    RingCursor<1> at_v;
-    RingCursor<Traits::kStages> at_q;
-    RingCursor<Traits::kStages> at_dout;
-    RingCursor<Traits::kDsStages> at_ds;
-    RingCursor<kWriters> at_dq;
-    RingCursor<kWriters> before_dq = {kWriters - 1, 1};  // the step before: none as yet
-    uint32_t piece_parity = 0;                           // of the item's dv and dk
-    uint32_t k_low;     // of the consumer's keys, left operand of s
-    uint32_t v_low;     // of the consumer's keys, left operand of dp
-    uint32_t k_dq_low;  // of all keys, right operand of dq
+    RingCursor<1> at_kv;
+    RingCursor<Traits::kStages> at_step;  // of q, dout, ds and, one step later, dq
+    uint32_t piece_parity = 0;            // of the item's dv and dk
+    uint32_t k_low;                       // of the consumer's keys, left operand of s
+    uint32_t v_low;                       // of the consumer's keys, left operand of dp
+    uint32_t k_dq_low;                    // of all keys, right operand of dq
     int32_t first_key;  // of this thread, in the tensor; its other key is 8 further on
 
     float dk[Traits::kHeadDimQk / 2];
@@ -59,11 +54,8 @@ struct BackwardConsumer {
             ptx::smem_address(smem.k) + column_chunk * Traits::kKeys * kRowBytes, Traits::kKeys));
     }
 
-    SPLITKV_DEVICE bool is_leader() const { return threadIdx.x % kWarpgroupThreads == 0; }
-    SPLITKV_DEVICE int warp() const {
-        return static_cast<int>(threadIdx.x % kWarpgroupThreads) / 32;
-    }
-    SPLITKV_DEVICE int lane() const { return static_cast<int>(threadIdx.x) % 32; }
+    static SPLITKV_DEVICE int warp() { return warp_of_warpgroup(); }
+    static SPLITKV_DEVICE int lane() { return lane_of_warp(); }
 
     // Reads what consumers need of the next item, uniform over the warp; false at the end.
     SPLITKV_DEVICE bool next_work(KvTileWork* work) {
@@ -71,8 +63,7 @@ struct BackwardConsumer {
         const KvTileWork& shared = smem.work[at_work.stage];
         work->key_begin = uniform(shared.key_begin);
         work->num_steps = uniform(shared.num_steps);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) smem.work_barriers.release(at_work);
+        smem.work_barriers.release(at_work);
         at_work.advance();
         return work->key_begin >= 0;
     }
@@ -84,20 +75,13 @@ struct BackwardConsumer {
         for (int i = 0; i < Traits::kHeadDimQk / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < Traits::kHeadDimV / 2; ++i) dv[i] = 0.0f;
-        smem.k_barriers.wait_full(at_k);
-        smem.v_barriers.wait_full(at_v);
-        for (int i = 0; i < work.num_steps; ++i) {
-            const bool is_last = i + 1 == work.num_steps;
-            smem.q_barriers.wait_full(at_q);
-            if (uniform(smem.is_masked[at_q.stage]) != 0) {
-                step<true>(is_last);
-            } else {
-                step<false>(is_last);
-            }
-        }
-        at_k.advance();
-        at_v.advance();
-        smem.dq_barriers[consumer].wait_empty_of(before_dq);
+        smem.k_barriers.wait_full(at_kv);
+        smem.v_barriers.wait_full(at_kv);
+        next_step<true>(work.num_steps == 1);
+        for (int i = 2; i <= work.num_steps; ++i) next_step<false>(i == work.num_steps);
+        last_dq();
+        at_kv.advance();
+        smem.dq_barriers[consumer].wait_empty_of(at_step.previous());
         stage_pieces<0>();
         piece_parity ^= 1;
     }
@@ -107,61 +91,81 @@ struct BackwardConsumer {
     // rows.
     SPLITKV_DEVICE int row_of_group(int group) const { return 8 * group + 2 * (lane() % 4); }
 
-    template <bool kIsMasked>
+    template <bool kIsFirst>
+    SPLITKV_DEVICE void next_step(bool is_last) {
+        smem.q_barriers.wait_full(at_step);
+        if (uniform(smem.is_masked[at_step.stage]) != 0) {
+            step<true, kIsFirst>(is_last);
+        } else {
+            step<false, kIsFirst>(is_last);
+        }
+    }
+
+    template <bool kIsMasked, bool kIsFirst>
     SPLITKV_DEVICE void step(bool is_last) {
         float lse[2 * kColumnGroups];
-        if constexpr (kHasRegisters) load_pairs(smem.statistics[at_q.stage][0], lse);
+        if constexpr (kHasRegisters) load_pairs(smem.statistics[at_step.stage][0], lse);
         float s[kScoreRegisters];
         float dp[kScoreRegisters];
         ptx::wgmma_fence();
         issue_s(s);
-        smem.dout_barriers.wait_full(at_dout);
+        smem.dout_barriers.wait_full(at_step);
         ptx::wgmma_fence();
         issue_dp(dp);
         ptx::wgmma_wait_group<1>();
         ptx::pin(s);
-        if constexpr (!kHasRegisters) load_pairs(smem.statistics[at_q.stage][0], lse);
+        if constexpr (!kHasRegisters) load_pairs(smem.statistics[at_step.stage][0], lse);
         exponentiate(lse, s);
         if constexpr (kIsMasked) mask(s);
         uint32_t p[kRowSteps][4];
         pack(s, p);
         ptx::wgmma_wait_group<0>();
         ptx::pin(dp);
-        if (is_last && is_leader()) smem.v_barriers.release(at_v);
+        if (is_last) smem.v_barriers.release(at_kv);
         float delta[2 * kColumnGroups];
-        load_pairs(smem.statistics[at_q.stage][1], delta);
+        load_pairs(smem.statistics[at_step.stage][1], delta);
 #pragma unroll
         for (int i = 0; i < kScoreRegisters; ++i) dp[i] = s[i] * (dp[i] - delta[pair_index(i)]);
         uint32_t ds[kRowSteps][4];
         pack(dp, ds);
         wait_piece_empty(Traits::kDsPiece, piece_parity ^ 1);
+        smem.ds_barriers.wait_empty(at_step);
         store_ds(ds);
         ptx::wgmma_fence();
         issue_dv(p);
-        ptx::fence_proxy_async();
-        ptx::barrier_sync(kDsBarrier, kConsumerThreads);
-        finish_step(ds, is_last);
+        hand_over(smem.ds_barriers.full_address(at_step.stage));
+        finish_step<kIsFirst>(ds);
     }
 
-    SPLITKV_DEVICE void finish_step(const uint32_t (&ds)[kRowSteps][4], bool is_last) {
+    // dk, and dq of the step before.
+    template <bool kIsFirst>
+    SPLITKV_DEVICE void finish_step(const uint32_t (&ds)[kRowSteps][4]) {
         float dq[kDqRegisters];
+        if constexpr (!kIsFirst) smem.ds_barriers.wait_full(at_step.previous());
         ptx::wgmma_fence();
-        issue_dq(dq);
+        if constexpr (!kIsFirst) issue_dq(dq);
         issue_dk(ds);
         ptx::wgmma_wait_group<1>();
-        ptx::pin(dq);
+        if constexpr (!kIsFirst) ptx::pin(dq);
         ptx::pin(dv);
-        if (is_leader()) {
-            smem.dout_barriers.release(at_dout);
-            if (is_last) smem.k_barriers.release(at_k);
-        }
-        at_dout.advance();
-        at_ds.advance();
-        store_dq(dq);
+        smem.dout_barriers.release(at_step);
+        if constexpr (!kIsFirst) store_dq(dq);
         ptx::wgmma_wait_group<0>();
         ptx::pin(dk);
-        if (is_leader()) smem.q_barriers.release(at_q);
-        at_q.advance();
+        smem.q_barriers.release(at_step);
+        at_step.advance();
+    }
+
+    // dq of the item's last step.
+    SPLITKV_DEVICE void last_dq() {
+        float dq[kDqRegisters];
+        smem.ds_barriers.wait_full(at_step.previous());
+        ptx::wgmma_fence();
+        issue_dq(dq);
+        ptx::wgmma_wait_group<0>();
+        ptx::pin(dq);
+        smem.k_barriers.release(at_kv);
+        store_dq(dq);
     }
 
     // Which of the thread's rows register i of an accumulator [keys, rows] belongs to.
@@ -189,7 +193,7 @@ struct BackwardConsumer {
         for (int group = 0; group < kColumnGroups; ++group) {
             // First key and number of keys, of two rows.
             const int4 limits =
-                *reinterpret_cast<const int4*>(smem.limits[at_q.stage][row_of_group(group)]);
+                *reinterpret_cast<const int4*>(smem.limits[at_step.stage][row_of_group(group)]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int32_t key = first_key + 8 * half;
@@ -218,7 +222,7 @@ struct BackwardConsumer {
 
     SPLITKV_DEVICE void issue_s(float (&s)[kScoreRegisters]) const {
         const uint32_t q_low =
-            uniform(k_major_low(ptx::smem_address(smem.q) + at_q.stage * Traits::kQBytes));
+            uniform(k_major_low(ptx::smem_address(smem.q) + at_step.stage * Traits::kQBytes));
 #pragma unroll
         for (int k = 0; k < Traits::kHeadDimQk / kStepK; ++k) {
             ptx::wgmma_ss<Element, 0, 0>(s, descriptor(k_low + k_major_step(k, Traits::kKeys)),
@@ -229,7 +233,7 @@ struct BackwardConsumer {
 
     SPLITKV_DEVICE void issue_dp(float (&dp)[kScoreRegisters]) const {
         const uint32_t dout_low =
-            uniform(k_major_low(ptx::smem_address(smem.dout) + at_dout.stage * Traits::kDoutBytes));
+            uniform(k_major_low(ptx::smem_address(smem.dout) + at_step.stage * Traits::kDoutBytes));
 #pragma unroll
         for (int k = 0; k < Traits::kHeadDimV / kStepK; ++k) {
             ptx::wgmma_ss<Element, 0, 0>(dp, descriptor(v_low + k_major_step(k, Traits::kKeys)),
@@ -241,7 +245,7 @@ struct BackwardConsumer {
 
     SPLITKV_DEVICE void issue_dv(const uint32_t (&p)[kRowSteps][4]) {
         const uint32_t dout_low = uniform(mn_major_low(
-            ptx::smem_address(smem.dout) + at_dout.stage * Traits::kDoutBytes, Traits::kRows));
+            ptx::smem_address(smem.dout) + at_step.stage * Traits::kDoutBytes, Traits::kRows));
 #pragma unroll
         for (int k = 0; k < kRowSteps; ++k) {
             ptx::wgmma_rs<Element, 1>(dv, p[k], descriptor(dout_low + mn_major_step(k)), 1);
@@ -250,8 +254,8 @@ struct BackwardConsumer {
     }
 
     SPLITKV_DEVICE void issue_dk(const uint32_t (&ds)[kRowSteps][4]) {
-        const uint32_t q_low = uniform(
-            mn_major_low(ptx::smem_address(smem.q) + at_q.stage * Traits::kQBytes, Traits::kRows));
+        const uint32_t q_low = uniform(mn_major_low(
+            ptx::smem_address(smem.q) + at_step.stage * Traits::kQBytes, Traits::kRows));
 #pragma unroll
         for (int k = 0; k < kRowSteps; ++k) {
             ptx::wgmma_rs<Element, 1>(dk, ds[k], descriptor(q_low + mn_major_step(k)), 1);
@@ -261,8 +265,8 @@ struct BackwardConsumer {
 
     SPLITKV_DEVICE void issue_dq(float (&dq)[kDqRegisters]) const {
         const int row_bytes = Traits::kSplitsDqRows ? consumer * kWarpgroupRows * kRowBytes : 0;
-        const uint32_t ds_low = uniform(
-            k_major_low(ptx::smem_address(smem.ds) + at_ds.stage * Traits::kDsBytes + row_bytes));
+        const uint32_t ds_low = uniform(k_major_low(
+            ptx::smem_address(smem.ds) + at_step.previous().stage * Traits::kDsBytes + row_bytes));
 #pragma unroll
         for (int k = 0; k < Traits::kKeys / kStepK; ++k) {
             ptx::wgmma_ss<Element, 0, 1>(dq, descriptor(ds_low + k_major_step(k, Traits::kRows)),
@@ -276,7 +280,7 @@ struct BackwardConsumer {
         // Of the four 8x8 matrices of a store, this lane gives the address of one row of one.
         const int row = lane() / 16 * 8 + lane() % 8;
         const int key_unit = warp() * 2 + lane() / 8 % 2;  // of 8 keys, 16 bytes
-        const uint32_t target = ptx::smem_address(smem.ds) + at_ds.stage * Traits::kDsBytes +
+        const uint32_t target = ptx::smem_address(smem.ds) + at_step.stage * Traits::kDsBytes +
                                 consumer * Traits::kRows * kRowBytes + row * kRowBytes +
                                 ((key_unit ^ (row % 8)) << 4);
 #pragma unroll
@@ -286,16 +290,15 @@ struct BackwardConsumer {
     }
 
     SPLITKV_DEVICE void store_dq(const float (&dq)[kDqRegisters]) {
-        smem.dq_barriers[consumer].wait_empty_of(before_dq);
+        smem.ds_barriers.release(at_step.previous());
+        smem.dq_barriers[consumer].wait_empty(at_step);  // the dq before, in the same buffer
         wait_piece_empty(Traits::kPieces - 1, piece_parity ^ 1);
 #pragma unroll
         for (int box = 0; box < Traits::kDqBoxes; ++box) {
             store_box(dq + box * kBoxRegisters, params.softmax_scale,
                       ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes);
         }
-        hand_over(smem.dq_barriers[consumer].full_address(at_dq.stage));
-        before_dq = at_dq;
-        at_dq.advance();
+        hand_over(smem.dq_barriers[consumer].full_address(at_step.previous().stage));
     }
 
     // Leaves dv and dk for the writer, each piece as soon as its buffer is free.
@@ -323,29 +326,18 @@ struct BackwardConsumer {
     SPLITKV_DEVICE void wait_piece_empty(int piece, uint32_t parity) const {
         ptx::mbarrier_wait(smem.piece_barriers[consumer].empty_address(piece), parity);
     }
-
-    SPLITKV_DEVICE void hand_over(uint32_t barrier) const {
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
-    }
-
-    // 32 columns of an accumulator [64 rows, columns], scaled, to a box with the 128-byte swizzle.
-    SPLITKV_DEVICE void store_box(const float* acc, float factor, uint32_t box) const {
-        const int row = warp() * 16 + lane() / 4;
-#pragma unroll
-        for (int group = 0; group < kBoxRegisters / 4; ++group) {
-            const int unit = group * 2 + lane() % 4 / 2;  // of 4 columns, 16 bytes
-            const uint32_t target =
-                box + row * kRowBytes + ((unit ^ (row % 8)) << 4) + lane() % 2 * 8;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                ptx::st_shared_v2_f32(target + half * 8 * kRowBytes,
-                                      acc[4 * group + 2 * half] * factor,
-                                      acc[4 * group + 2 * half + 1] * factor);
-            }
-        }
-    }
 };
+
+// What a consumer warpgroup does in the kernel.
+template <typename Element, int kDimQk, int kDimV>
+SPLITKV_DEVICE void consume_backward(const BackwardKernelParams& params,
+                                     BackwardSmem<BackwardTraits<Element, kDimQk, kDimV>>& smem,
+                                     int index) {
+    using Traits = BackwardTraits<Element, kDimQk, kDimV>;
+    ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
+    BackwardConsumer<Traits> consumer(params, smem, index);
+    KvTileWork work;
+    while (consumer.next_work(&work)) consumer.run(work);
+}
 
 }  // namespace splitkv::sm90

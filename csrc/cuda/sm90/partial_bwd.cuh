@@ -16,18 +16,11 @@
 #include "cuda/launch.h"
 #include "cuda/sm90/backward_producer.cuh"
 #include "cuda/sm90/mainloop_bwd.cuh"
+#include "cuda/sm90/mainloop_bwd_wide.cuh"
 #include "cuda/sm90/partial_bwd.h"
 #include "cuda/tensor_map.h"
 
 namespace splitkv::sm90 {
-
-template <typename Traits>
-SPLITKV_DEVICE void consume_backward(const BackwardKernelParams& params, BackwardSmem<Traits>& smem,
-                                     int index) {
-    BackwardConsumer<Traits> consumer(params, smem, index);
-    KvTileWork work;
-    while (consumer.next_work(&work)) consumer.run(work);
-}
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
@@ -37,17 +30,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (ptx::smem_address(aligned_smem) % kSwizzleBytes != 0) __trap();
     auto& smem = *reinterpret_cast<BackwardSmem<Traits>*>(aligned_smem);
     const int warpgroup = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
-    constexpr int kWarpsPerWarpgroup = kWarpgroupThreads / 32;
     if (threadIdx.x == 0) {
-        smem.work_barriers.init(Traits::kConsumers * kWarpsPerWarpgroup + kWriters);
-        smem.k_barriers.init(Traits::kConsumers);
-        smem.v_barriers.init(Traits::kConsumers);
-        smem.q_barriers.init(Traits::kConsumers);
-        smem.dout_barriers.init(Traits::kConsumers);
-        for (int i = 0; i < Traits::kConsumers; ++i) {
-            smem.dq_barriers[i].init(kWarpsPerWarpgroup, 1);
-            smem.piece_barriers[i].init(kWarpsPerWarpgroup, 1);
-        }
+        smem.init_barriers();
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
@@ -61,8 +45,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
             BackwardWriter<Traits>(params, smem, 1).run();
         }
     } else {
-        ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
-        consume_backward<Traits>(params, smem, warpgroup - 1);
+        consume_backward(params, smem, warpgroup - 1);
     }
 }
 
@@ -99,6 +82,8 @@ BackwardKernelParams make_kernel_params(const BackwardParams& params,
     kernel_params.tile_heads_per_kv_head =
         static_cast<int32_t>(params.q.heads / params.k.heads / shape.heads_per_tile);
     kernel_params.is_head_major = static_cast<int32_t>(shape.is_head_major);
+    kernel_params.prefetches_dq = static_cast<int32_t>(shape.prefetches_dq);
+    kernel_params.accumulates = static_cast<int32_t>(params.accumulates);
     kernel_params.softmax_scale = params.softmax_scale;
     kernel_params.scale_log2 = static_cast<float>(params.softmax_scale * kLog2E);
     return kernel_params;

@@ -20,6 +20,9 @@ struct RingCursor {
             parity ^= 1;
         }
     }
+    SPLITKV_DEVICE RingCursor previous() const {
+        return stage == 0 ? RingCursor{kNumStages - 1, parity ^ 1} : RingCursor{stage - 1, parity};
+    }
 };
 
 // Barriers of one ring: full[i] completes when stage i has been written, empty[i] when every
@@ -52,7 +55,7 @@ struct RingBarriers {
     SPLITKV_DEVICE void wait_empty_of(const RingCursor<kNumStages>& at) const {
         ptx::mbarrier_wait(empty_address(at.stage), at.parity);
     }
-    // By one thread of each consumer, after its reads.
+    // By one thread of each consumer, or by all of them, after its reads.
     SPLITKV_DEVICE void release(const RingCursor<kNumStages>& at) const {
         ptx::mbarrier_arrive(empty_address(at.stage));
     }

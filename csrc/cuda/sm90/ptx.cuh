@@ -130,6 +130,17 @@ SPLITKV_DEVICE void cp_reduce_async_bulk_tensor_3d_add(const CUtensorMap* map, u
         : "memory");
 }
 
+// Writes the box of values in shared memory to a rank-3 map at {column, head, row}; what lies
+// outside the tensor is dropped.
+SPLITKV_DEVICE void cp_async_bulk_tensor_3d_store(const CUtensorMap* map, uint32_t source,
+                                                  int column, int head, int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group "
+        "[%0, {%1, %2, %3}], [%4];" ::"l"(map),
+        "r"(column), "r"(head), "r"(row), "r"(source)
+        : "memory");
+}
+
 SPLITKV_DEVICE void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -170,6 +181,13 @@ SPLITKV_DEVICE void red_release_gpu_add(int32_t* target, int32_t value) {
 
 // ---- registers and scalars ----
 
+// %laneid, 10.3, anew at each call: nothing that depends on it is kept in a register over a loop.
+SPLITKV_DEVICE int laneid() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
 template <int kRegisters>
 SPLITKV_DEVICE void setmaxnreg_inc() {  // 9.7.19.5
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -198,6 +216,17 @@ SPLITKV_DEVICE uint32_t cvt_rn_x2(float low, float high) {
     return packed;
 }
 
+// The reverse.
+template <typename Element>
+SPLITKV_DEVICE float2 cvt_f32_x2(uint32_t packed) {
+    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+        // bf16 is the upper half of fp32.
+        return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+    } else {
+        return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+    }
+}
+
 // A store that never happens, as x <= limit, but that ptxas cannot drop: what x depends on is
 // computed before the volatile asm that follows, such as wgmma_wait_group.
 SPLITKV_DEVICE void st_shared_if_above(uint32_t target, float x, float limit) {
@@ -219,6 +248,14 @@ SPLITKV_DEVICE void st_shared_v2_f32(uint32_t target, float a, float b) {
 SPLITKV_DEVICE void stmatrix_x4(uint32_t target, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(target),
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+// The reverse of stmatrix_x4, 9.7.14.5.15.
+SPLITKV_DEVICE void ldmatrix_x4(uint32_t source, uint32_t (&r)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(source)
                  : "memory");
 }
 
@@ -260,9 +297,10 @@ SPLITKV_DEVICE void pin(float (&d)[kRegisters]) {
 // a comes from shared memory (ss) or registers (rs), b from shared memory. kTransA and kTransB say
 // that the operand is stored with M or N contiguous. Descriptors: see descriptor.cuh.
 // With accumulate = 0 the old d is ignored.
-#define SPLITKV_REGS_32                                                    \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
-    ", "                                                                   \
+#define SPLITKV_REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SPLITKV_REGS_32 \
+    SPLITKV_REGS_16     \
+    ", "                \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SPLITKV_REGS_40 \
     SPLITKV_REGS_32     \
@@ -297,8 +335,8 @@ SPLITKV_DEVICE void pin(float (&d)[kRegisters]) {
 #define SPLITKV_ACC_8(d, i)                                                                     \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
-#define SPLITKV_ACC_32(d, i) \
-    SPLITKV_ACC_8(d, i), SPLITKV_ACC_8(d, i + 8), SPLITKV_ACC_8(d, i + 16), SPLITKV_ACC_8(d, i + 24)
+#define SPLITKV_ACC_16(d, i) SPLITKV_ACC_8(d, i), SPLITKV_ACC_8(d, i + 8)
+#define SPLITKV_ACC_32(d, i) SPLITKV_ACC_16(d, i), SPLITKV_ACC_16(d, i + 16)
 #define SPLITKV_ACC_40(d, i) SPLITKV_ACC_32(d, i), SPLITKV_ACC_8(d, i + 32)
 #define SPLITKV_ACC_48(d, i) SPLITKV_ACC_40(d, i), SPLITKV_ACC_8(d, i + 40)
 #define SPLITKV_ACC_64(d, i) SPLITKV_ACC_32(d, i), SPLITKV_ACC_32(d, i + 32)
@@ -345,6 +383,7 @@ SPLITKV_DEVICE void pin(float (&d)[kRegisters]) {
         }                                                                                 \
     }
 
+SPLITKV_DEFINE_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 SPLITKV_DEFINE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 SPLITKV_DEFINE_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
 SPLITKV_DEFINE_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)

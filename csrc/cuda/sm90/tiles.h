@@ -59,18 +59,24 @@ constexpr bool has_tile_kind(int head_dim_qk, int head_dim_v, TileKind kind) {
 
 struct BackwardTile {
     int rows;       // query rows of one step: 64 or 128
-    int keys;       // of the KV tile that a CTA owns: 64 per consumer warpgroup
-    int consumers;  // warpgroups
-    int stages;     // of q and of dout
+    int keys;       // of the KV tile that a CTA owns
+    int consumers;  // warpgroups that hold dk and dv
+    int q_stages;
+    int dout_stages;
+    bool is_wide;  // the kernel of mainloop_bwd_wide.cuh
 };
 
 // Limits that set the numbers: 232 registers of a consumer thread, which holds dk and dv
 // ((head_dim_qk + head_dim_v) / 2), scores and their gradient (rows / 2 each) or its half of dq;
-// 227 KB of shared memory, of which dq in fp32 takes 32. keys == 0 says that there is no kernel.
+// 227 KB of shared memory, of which dq in fp32 takes 32. Wide head dims leave no registers beside
+// dk and dv for scores, which are then computed by a warpgroup of their own; 64 keys of (256, 256)
+// or 128 of (192, 128) are all that two consumers can hold. keys == 0 says that there is no kernel.
 constexpr BackwardTile backward_tile(int head_dim_qk, int head_dim_v) {
-    if (head_dim_qk == 64 && head_dim_v == 64) return {128, 128, 2, 2};
-    if (head_dim_qk == 128 && head_dim_v == 128) return {64, 128, 2, 2};
-    return {0, 0, 0, 0};
+    if (head_dim_qk == 64 && head_dim_v == 64) return {128, 128, 2, 2, 2, false};
+    if (head_dim_qk == 128 && head_dim_v == 128) return {64, 128, 2, 2, 2, false};
+    if (head_dim_qk == 192 && head_dim_v == 128) return {64, 128, 2, 2, 2, true};
+    if (head_dim_qk == 256 && head_dim_v == 256) return {64, 64, 2, 2, 1, true};
+    return {0, 0, 0, 0, 0, false};
 }
 
 constexpr bool has_backward(int64_t head_dim_qk, int64_t head_dim_v) {

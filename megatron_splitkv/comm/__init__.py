@@ -1,0 +1,35 @@
+"""Moving rows between ranks. The only user of torch.distributed."""
+
+from torch.distributed import ProcessGroup
+
+from megatron_splitkv.comm.process_group import (
+    HostStagedTransport,
+    ProcessGroupTransport,
+    transport_of,
+)
+from megatron_splitkv.comm.rows import (
+    RowFormat,
+    all_gather_rows,
+    check_same_plan,
+    gather_rows,
+    return_rows,
+)
+from megatron_splitkv.comm.threads import ThreadGroup, ThreadTransport
+from megatron_splitkv.comm.transport import Counts, Pending, Transport
+
+__all__ = [
+    "Counts",
+    "HostStagedTransport",
+    "Pending",
+    "ProcessGroup",
+    "ProcessGroupTransport",
+    "RowFormat",
+    "ThreadGroup",
+    "ThreadTransport",
+    "Transport",
+    "all_gather_rows",
+    "check_same_plan",
+    "gather_rows",
+    "return_rows",
+    "transport_of",
+]

@@ -1,0 +1,172 @@
+"""Query rows out, partials back: how rows are packed, and which of them move.
+
+A row on the wire is a packed byte string (`RowFormat`), so each direction of a stage is one
+collective whatever tensors travel in it. Nothing is read before `Pending.wait()`. Every rank runs
+the same collectives in the same order, also with zero rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron_splitkv.comm.transport import Counts, Pending, Transport
+from megatron_splitkv.config import WIRE_ALIGNMENT_BYTES
+from megatron_splitkv.layout import ExchangeStage
+
+_WIDEST = torch.int64  # rows are copied in elements of this size where their bytes allow it
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How the fields of one row lie in its bytes.
+
+    Attributes:
+        fields: shape of one row and dtype of each field, in wire order.
+    """
+
+    fields: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, each field padded to 16 bytes."""
+        return sum(self._field_bytes)
+
+    @property
+    def _field_bytes(self) -> list[int]:
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in self.fields]
+        return [-(-size // WIRE_ALIGNMENT_BYTES) * WIRE_ALIGNMENT_BYTES for size in sizes]
+
+    def pack(self, tensors: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
+        """Copies rows of the tensors side by side, `[num_rows, row_bytes]` uint8.
+
+        Args:
+            tensors: one for each field, `[T, *shape]`; cast to the field's dtype.
+            rows: int64 indices of the rows to take; None takes all.
+        """
+        packed = self.empty(len(tensors[0] if rows is None else rows), tensors[0].device)
+        for field, tensor in zip(self.unpack(packed), tensors, strict=True):
+            _copy_rows(field, tensor, rows)
+        return packed
+
+    def empty(self, num_rows: int, device: torch.device) -> Tensor:
+        """Packed rows to be written through `unpack`; bytes between fields are zero."""
+        has_gaps = any(
+            size != prod(shape) * dtype.itemsize
+            for (shape, dtype), size in zip(self.fields, self._field_bytes, strict=True)
+        )
+        make = torch.zeros if has_gaps else torch.empty
+        return make((num_rows, self.row_bytes), dtype=torch.uint8, device=device)
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        """Views the fields of packed rows, `[num_rows, *shape]` each; no copy."""
+        views: list[Tensor] = []
+        offset = 0
+        for (shape, dtype), size in zip(self.fields, self._field_bytes, strict=True):
+            field = packed[:, offset : offset + prod(shape) * dtype.itemsize].view(dtype)
+            views.append(field.view(len(packed), *shape))
+            offset += size
+        return views
+
+
+def _copy_rows(target: Tensor, source: Tensor, rows: Tensor | None) -> None:
+    """`target[i] = source[rows[i]]`, in one pass over memory where the dtypes agree."""
+    if rows is None:
+        target.copy_(source)
+    elif source.dtype != target.dtype:
+        target.copy_(source.index_select(0, rows))
+    else:
+        wide_source, wide_target = _widened(source), _widened(target)
+        if wide_source is not None and wide_target is not None:
+            source, target = wide_source, wide_target
+        torch.index_select(source, 0, rows, out=target)
+
+
+def _widened(tensor: Tensor) -> Tensor | None:
+    """Rows as int64, `[T, row_bytes / 8]`; None where they are not dense or not aligned."""
+    size, per_wide = tensor.element_size(), _WIDEST.itemsize // tensor.element_size()
+    row_elements = prod(tensor.shape[1:])
+    is_dense = tensor[:1].is_contiguous()
+    starts = (tensor.storage_offset(), tensor.stride(0), row_elements)
+    if not is_dense or tensor.data_ptr() % (per_wide * size) or any(x % per_wide for x in starts):
+        return None
+    return tensor.view(len(tensor), row_elements).view(_WIDEST)
+
+
+def gather_rows(
+    packed_by: Callable[[Tensor | None], Tensor], stage: ExchangeStage, transport: Transport
+) -> Pending:
+    """Sends this rank's query rows to the ranks of a stage and receives theirs.
+
+    Args:
+        packed_by: packs the given local rows (None: all of them).
+        stage: the exchange table.
+        transport: the group.
+    Returns:
+        Pending `[R, row_bytes]` rows of the other ranks, grouped by source in rank order.
+    """
+    if not stage.is_all_gather:
+        rows = packed_by(stage.send_rows)
+        return transport.exchange(rows, stage.send_counts, stage.recv_counts)
+    pending = transport.all_gather(packed_by(None))
+
+    def others() -> Tensor:
+        gathered = pending.wait()
+        if transport.rank == 0:
+            return gathered[1:].flatten(0, 1)
+        for slot in range(transport.rank, transport.size - 1):  # closes the gap of the own rows
+            gathered[slot].copy_(gathered[slot + 1])
+        return gathered[:-1].flatten(0, 1)
+
+    return Pending(others)
+
+
+def return_rows(packed: Tensor, stage: ExchangeStage, transport: Transport) -> Pending:
+    """Sends what was made of received rows back to the ranks that own them.
+
+    Args:
+        packed: `[R, row_bytes]` uint8, one for each received row, in their order.
+        stage: the exchange table that `gather_rows` used.
+        transport: the group.
+    Returns:
+        Pending `[S, row_bytes]`, one for each row this rank sent, in the order it sent them.
+    """
+    return transport.exchange(packed, stage.recv_counts, stage.send_counts)
+
+
+def all_gather_rows(tensor: Tensor, counts: Counts, transport: Transport) -> list[Tensor]:
+    """Gives every rank the rows of all ranks.
+
+    Args:
+        tensor: this rank's rows, `[counts[rank], ...]`.
+        counts: rows of each rank, `[size]`.
+        transport: the group.
+    Returns:
+        The rows of each rank, in rank order.
+    """
+    row_format = RowFormat(((tensor.shape[1:], tensor.dtype),))
+    packed = row_format.pack([tensor])
+    sent = packed.repeat(transport.size, 1)
+    received = transport.exchange(sent, [len(tensor)] * transport.size, counts).wait()
+    (rows,) = row_format.unpack(received)
+    return list(rows.split(list(counts)))
+
+
+def check_same_plan(fingerprint: str, transport: Transport, device: torch.device) -> None:
+    """Compares plan fingerprints over the group.
+
+    Raises:
+        ValueError: on every rank alike, when the ranks were fed different documents.
+    """
+    value = torch.tensor([int(fingerprint, 16) - 2**63], dtype=torch.int64, device=device)
+    everyone = transport.all_gather(value.view(torch.uint8)[None]).wait()
+    prints = [f"{number + 2**63:016x}" for number in everyone.view(torch.int64).flatten().tolist()]
+    if len(set(prints)) > 1:
+        ranks = ", ".join(f"rank {rank}: {print_}" for rank, print_ in enumerate(prints))
+        raise ValueError(
+            "the ranks of a context-parallel group hold different plans "
+            f"({ranks}); they must be fed the same documents: check that the data loader gives "
+            "all context-parallel ranks of a data-parallel rank the same samples"
+        )

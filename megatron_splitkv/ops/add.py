@@ -1,0 +1,117 @@
+"""Sums partial gradients into the rows they belong to."""
+
+import torch
+from torch import Tensor
+
+import megatron_splitkv._kernels as _kernels
+from megatron_splitkv.ops.cuda import cuda_launch
+from megatron_splitkv.ops.native import (
+    INPUT_DTYPES,
+    OP_NAMESPACE,
+    as_rows,
+    check_no_grad,
+    check_slots,
+    check_tensor,
+    cpu_launch,
+    refusal,
+)
+
+_ADD = f"{OP_NAMESPACE}::add_partials_"
+
+torch.library.define(
+    _ADD,
+    "(Tensor(a!) total, Tensor parts, Tensor part_ptr, Tensor part_slots, "
+    "Tensor? part_scale=None) -> ()",
+)
+
+
+def add_partials_(
+    total: Tensor,
+    parts: Tensor,
+    part_ptr: Tensor,
+    part_slots: Tensor,
+    part_scale: Tensor | None = None,
+) -> None:
+    """Adds to each row its partials, in fp32 and in the order of their slots. In place.
+
+    Row t takes the partials `part_slots[part_ptr[t]:part_ptr[t + 1]]`. Bitwise the same from run to
+    run and for any number of threads.
+
+    Args:
+        total: `[T, H, D]`, fp32, added to.
+        parts: `[R, H, D]`, fp32, bf16 or fp16.
+        part_ptr: where the slots of each row start, `[T + 1]`, int32, from 0 to the length of
+            part_slots, never decreasing.
+        part_slots: rows of parts, int32.
+        part_scale: factor of each (row, head) of parts, `[R, H]`, fp32; None takes 1.
+    Raises:
+        ValueError: shapes, dtypes, devices or strides disagree, a slot is outside `[0, R)` (found
+            on the CPU alone), or an argument requires a gradient.
+        UnsupportedError: there is no kernel for the device of total.
+    """
+    fp32, device = (torch.float32,), total.device
+    check_tensor("total", total, shape=(-1, -1, -1), dtypes=fp32, device=device)
+    num_rows, num_heads, dim = total.shape
+    check_tensor("parts", parts, shape=(-1, num_heads, dim), dtypes=INPUT_DTYPES, device=device)
+    check_slots(part_ptr, part_slots, num_rows=num_rows, device=device)
+    if part_scale is not None:
+        shape = (len(parts), num_heads)
+        check_tensor("part_scale", part_scale, shape=shape, dtypes=fp32, device=device)
+    check_no_grad("add_partials_", total=total, parts=parts)
+    torch.ops.megatron_splitkv.add_partials_.default(total, parts, part_ptr, part_slots, part_scale)
+
+
+def _add_fake(
+    total: Tensor,
+    parts: Tensor,
+    part_ptr: Tensor,
+    part_slots: Tensor,
+    part_scale: Tensor | None = None,
+) -> None:
+    return None
+
+
+torch.library.register_fake(_ADD, _add_fake)
+
+
+@torch.library.impl(_ADD, "default")
+def _add_refused(total: Tensor, *_args: object, **_kwargs: object) -> None:
+    raise refusal("add_partials_", total)
+
+
+@torch.library.impl(_ADD, "cpu")
+def _add_cpu(
+    total: Tensor,
+    parts: Tensor,
+    part_ptr: Tensor,
+    part_slots: Tensor,
+    part_scale: Tensor | None = None,
+) -> None:
+    _kernels.add(
+        total=as_rows(total),
+        parts=as_rows(parts),
+        part_scale=None if part_scale is None else as_rows(part_scale),
+        part_ptr=part_ptr.data_ptr(),
+        part_slots=part_slots.data_ptr(),
+        num_slots=len(part_slots),
+        launch=cpu_launch(None),
+    )
+
+
+@torch.library.impl(_ADD, "cuda")
+def _add_cuda(
+    total: Tensor,
+    parts: Tensor,
+    part_ptr: Tensor,
+    part_slots: Tensor,
+    part_scale: Tensor | None = None,
+) -> None:
+    _kernels.cuda_add(
+        total=as_rows(total),
+        parts=as_rows(parts),
+        part_scale=None if part_scale is None else as_rows(part_scale),
+        part_ptr=part_ptr.data_ptr(),
+        part_slots=part_slots.data_ptr(),
+        num_slots=len(part_slots),
+        launch=cuda_launch(total.device, None),
+    )

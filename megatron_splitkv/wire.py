@@ -1,0 +1,84 @@
+"""How partial results travel: fp32, bf16, or fp16 beside one scale for each row and head."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_splitkv.comm import RowFormat
+from megatron_splitkv.ops.encode import encode_partials_
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Partials(NamedTuple):
+    """Partial results of some rows, as views of packed rows.
+
+    Attributes:
+        values: outputs or query gradients, `[R, Hq, dim]`, in the wire dtype.
+        lse: log-sum-exps, `[R, Hq]` fp32; None beside gradients.
+        scale: factors of the values, `[R, Hq]` fp32; None where the wire dtype needs none.
+    """
+
+    values: Tensor
+    lse: Tensor | None
+    scale: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialFormat:
+    """The wire row of one kind of partial.
+
+    Attributes:
+        partial_dtype: "fp32", "bf16" or "fp16", as `SplitKVConfig.resolved_partial_dtype` says.
+        num_heads, dim: shape of the values of a row.
+        has_lse: whether the values are outputs, whose lse rides along.
+    """
+
+    partial_dtype: str
+    num_heads: int
+    dim: int
+    has_lse: bool
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What kernels should write the values in: the wire dtype, or fp32 where it is scaled."""
+        return torch.float32 if self._is_scaled else _DTYPES[self.partial_dtype]
+
+    def pack(self, values: Tensor, lse: Tensor | None = None) -> Tensor:
+        """Packed rows of partials.
+
+        Args:
+            values: `[R, Hq, dim]`, fp32, or in `compute_dtype`.
+            lse: `[R, Hq]` fp32 if the format has it.
+        Returns:
+            `[R, row_bytes]` uint8.
+        """
+        packed = self._rows.empty(len(values), values.device)
+        partials = self.unpack(packed)
+        if partials.scale is None:
+            partials.values.copy_(values)
+        else:
+            encode_partials_(partials.values, partials.scale, values)
+        if partials.lse is not None:
+            assert lse is not None, "a format of outputs packs their lse"
+            partials.lse.copy_(lse)
+        return packed
+
+    def unpack(self, packed: Tensor) -> Partials:
+        """Views of the fields of packed rows; no copy."""
+        values, *beside = self._rows.unpack(packed)
+        lse = beside.pop(0) if self.has_lse else None
+        return Partials(values=values, lse=lse, scale=beside.pop(0) if beside else None)
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self.partial_dtype == "fp16"
+
+    @property
+    def _rows(self) -> RowFormat:
+        per_head = ((self.num_heads,), torch.float32)
+        num_beside = int(self.has_lse) + int(self._is_scaled)
+        values = ((self.num_heads, self.dim), _DTYPES[self.partial_dtype])
+        return RowFormat((values, *[per_head] * num_beside))

@@ -1,0 +1,205 @@
+"""Context-parallel attention with its communication: Split-KV, KV ring, KV all-gather, Ulysses.
+
+All methods run on our kernels, so only the method differs. Each is checked against dense fp64
+before it is timed.
+
+replay  one process, the ranks one after the other on one device: compute and balance are measured
+        with the real layouts, up to 64 ranks; what a rank waits for is modelled from --alpha-us,
+        --host-gbs and --network-gbs. Launch gaps are not in it: work is queued ahead.
+real    under torchrun, any number of ranks, NCCL or gloo: everything is measured, max over ranks.
+
+"% ideal" is an even share of one GPU's step (the same attention at cp 1, measured in the same run)
+over the step; "% ideal compute" is the same over the compute of the slowest rank alone.
+
+examples:
+  python tools/bench_cp.py replay --cp 8 64 --workloads 128k 128k-gqa pile 8k-1m
+  python tools/bench_cp.py replay --cp 4 --lengths 4000,300 --heads 8/2 --head-dim 64 --device cpu
+  torchrun --nproc-per-node 8 tools/bench_cp.py real --workloads 128k-gqa --json real.json
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from cp_baselines import METHODS
+from cp_gate import check_on_threads
+from cp_measure import Measurement, measure_real, measure_replay
+from cp_replay import Link
+from cp_report import Line, markdown, print_lines
+from cp_workloads import WORKLOADS, Workload
+from plan_blocks import parse_heads, parse_lengths
+
+from megatron_splitkv.checks.processes import World, choose_device, cp_transport, join_world
+from megatron_splitkv.config import PARTIAL_DTYPES, SplitKVConfig
+from megatron_splitkv.plan import Causal, Suffix
+
+# Two H200 of one host, NCCL 2.28.9: 175 to 305 GB/s all_to_all at 64 to 1024 MiB, 197 to 266
+# all_gather, 182 to 331 send-recv; 75 to 90 us for small collectives (measured, NVLink 18).
+ALPHA_US, HOST_GBS = 80.0, 250.0
+# One 400 Gb/s adapter for each GPU, 90 % of it. Assumed, not measured.
+NETWORK_GBS, HOST_SIZE = 45.0, 8
+START = time.perf_counter()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All options, with defaults in the help."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("mode", choices=("replay", "real"))
+    add("--workloads", nargs="+", choices=[w.name for w in WORKLOADS], metavar="NAME",
+        help=f"of {', '.join(w.name for w in WORKLOADS)} (default: all)")  # fmt: skip
+    add("--lengths", type=parse_lengths, metavar="L1,L2,...", help="instead: these documents")
+    add("--suffix", type=int, metavar="N", help="with --lengths: only the last N rows are queries")
+    add("--heads", type=parse_heads, default="32/8", metavar="Q/KV",
+        help="with --lengths (default: %(default)s)")  # fmt: skip
+    add("--head-dim", type=int, default=128, metavar="N",
+        help="with --lengths (default: %(default)s)")  # fmt: skip
+    add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS),
+        help="(default: all)")  # fmt: skip
+    add("--cp", type=int, nargs="+", default=[8], metavar="N",
+        help="replay: ranks to simulate (default: 8); real: all processes")  # fmt: skip
+    add("--rounds", type=int, default=3, help="timed rounds, medians (default: %(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
+    add("--partial-dtype", choices=PARTIAL_DTYPES, default=SplitKVConfig().partial_dtype,
+        help="how partial sums travel: partial outputs and dq of split-kv, and with as many bits "
+        "dk and dv of the others (default: %(default)s)")  # fmt: skip
+    add("--stages", type=int, default=SplitKVConfig().num_stages, metavar="N",
+        help="of split-kv (default: %(default)s)")  # fmt: skip
+    add("--keep-queries", action="store_true", help="of split-kv: queries travel once")
+    add("--alpha-us", type=float, default=ALPHA_US, metavar="US",
+        help="replay: latency of a collective (default: %(default)s)")  # fmt: skip
+    add("--host-gbs", type=float, default=HOST_GBS, metavar="GBS",
+        help="replay: rate of a rank inside its host (default: %(default)s)")  # fmt: skip
+    add("--network-gbs", type=float, default=NETWORK_GBS, metavar="GBS",
+        help="replay: rate of a rank to other hosts (default: %(default)s)")  # fmt: skip
+    add("--host-size", type=int, default=HOST_SIZE, metavar="N",
+        help="replay: ranks of a host (default: %(default)s)")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="also write the lines to this file")
+    add("--markdown", type=Path, metavar="FILE", help="also write the table to this file")
+    return parser
+
+
+def workloads_of(args: argparse.Namespace) -> list[Workload]:
+    """The named workloads, or the one that the options describe.
+
+    Raises:
+        ValueError: kv heads do not divide query heads.
+    """
+    if args.lengths is None:
+        by_name = {workload.name: workload for workload in WORKLOADS}
+        return [by_name[name] for name in args.workloads or by_name]
+    heads_q, heads_kv = args.heads
+    if heads_q % heads_kv:
+        raise ValueError(f"--heads {heads_q}/{heads_kv}: kv heads must divide query heads")
+    queries = Causal() if args.suffix is None else Suffix(args.suffix)
+    return [
+        Workload(name="custom", doc_lens=tuple(args.lengths), queries=queries, heads=args.heads,
+                 head_dim=args.head_dim)
+    ]  # fmt: skip
+
+
+def run(args: argparse.Namespace, world: World | None, device: torch.device) -> list[Line]:
+    """Checks and times every workload.
+
+    Args:
+        world: the processes, in real mode.
+        device: of this process.
+    Raises:
+        ValueError: a method is wrong, or a size makes no sense.
+    """
+    config = SplitKVConfig(
+        num_stages=args.stages, partial_dtype=args.partial_dtype, keep_queries=args.keep_queries
+    )
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    kinds = [METHODS[name] for name in args.methods]
+    lines: list[Line] = []
+    for workload in workloads_of(args):
+        measurement = Measurement(
+            workload=workload, kinds=kinds, config=config, device=device, dtype=dtype,
+            rounds=args.rounds,
+        )  # fmt: skip
+        if world is None:
+            shares = check_on_threads(kinds, workload, device, dtype, config)
+            say(f"{workload.name}: right ({', '.join(f'{n} {s:.2f}' for n, s in shares.items())} "
+                "of the limit)")  # fmt: skip
+            link = Link(
+                alpha_us=args.alpha_us, host_gbs=args.host_gbs, network_gbs=args.network_gbs,
+                host_size=args.host_size,
+            )  # fmt: skip
+            lines += measure_replay(measurement, args.cp, link, say)
+            write_files(lines, args)
+        else:
+            say_once = say if world.rank == 0 else _nothing
+            transport = cp_transport(world, world.size)
+            lines += measure_real(measurement, world, transport, say_once)
+    return lines
+
+
+def say(text: str) -> None:
+    """Progress, apart from the results."""
+    print(f"[{time.perf_counter() - START:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+def _nothing(text: str) -> None:
+    pass
+
+
+def caption_of(args: argparse.Namespace, device: torch.device) -> str:
+    """What is measured and what is modelled."""
+    dtype = "bf16" if device.type == "cuda" else "fp32"
+    partial_dtype = SplitKVConfig(partial_dtype=args.partial_dtype).resolved_partial_dtype(dtype)
+    partials = f"{dtype}, partial sums in {partial_dtype}, {args.stages} stages"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if args.mode == "real":
+        return f"{name}, {partials}. Everything measured, max over ranks."
+    return (
+        f"{name}, {partials}. Measured: compute, max/mean, % other, MB, peak. Modelled: fwd ms, "
+        f"bwd ms and what follows from them, with {args.alpha_us:g} us a collective, "
+        f"{args.host_gbs:g} GB/s inside a host of {args.host_size}, {args.network_gbs:g} GB/s "
+        "outside, compute and wire side by side."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints, returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        if args.mode == "real":
+            with join_world(device=args.device, backend="auto", timeout_s=600) as world:
+                lines = run(args, world, world.device)
+                if world.rank == 0:
+                    report(lines, args, world.device)
+        else:
+            device = choose_device(args.device, 0)
+            report(run(args, None, device), args, device)
+    except ValueError as error:
+        print(f"bench_cp.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(lines: Sequence[Line], args: argparse.Namespace, device: torch.device) -> None:
+    """Prints the table and writes the files that were asked for."""
+    print_lines(lines, caption_of(args, device))
+    write_files(lines, args)
+
+
+def write_files(lines: Sequence[Line], args: argparse.Namespace) -> None:
+    """Writes what there is so far: a run that is cut short leaves the workloads it finished."""
+    if args.json:
+        figures = [{**asdict(line), "step_ms": line.step_ms} for line in lines]
+        settings = {name: str(value) for name, value in vars(args).items()}
+        args.json.write_text(json.dumps({"settings": settings, "lines": figures}, indent=1))
+    if args.markdown:
+        args.markdown.write_text(markdown(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

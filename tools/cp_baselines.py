@@ -1,0 +1,255 @@
+"""Other context-parallel methods on our own kernels, so that only the method differs.
+
+Short references, exact, each in its natural layout:
+
+- `ring`: keys and values travel from rank to rank (Liu et al. 2023), zig-zag by document; in the
+  backward pass their gradients travel with them.
+- `all-gather`: every rank gathers all keys and values (Llama 3, section 3.3.2), zig-zag by
+  document; their gradients return to the owners, who sum them.
+- `ulysses`: tokens are swapped for heads and back (Jacobs et al. 2023).
+
+Partial sums travel with as many bits in every method: partial outputs and dq of `split-kv`, dk and
+dv of the others.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from cp_methods import Gradients, Method, RankInputs, RankPart, Seen, SplitKV
+from cp_workloads import Int64Array, Workload, even_split, zigzag_rows, zigzag_tokens
+from torch import Tensor
+
+from megatron_splitkv.comm import Pending, RowFormat, Transport
+from megatron_splitkv.ops import attention_delta, merge_partials_
+
+
+class Ring(Method):
+    """Keys and values go round; see the module."""
+
+    name = "ring"
+
+    def place(self) -> None:
+        self.tokens = zigzag_tokens(self.workload.doc_lens, self.cp_size)
+        self.rows = zigzag_rows(self.workload, self.cp_size)
+        self.intervals = self.row_intervals()
+
+    def part(self, rank: int, transport: Transport | None, device: torch.device) -> RankPart:
+        mine = self.intervals[self.rows[rank]]
+        seen = [
+            Seen(np.searchsorted(self.tokens[(rank - step) % self.cp_size], mine), device)
+            for step in range(self.cp_size)
+        ]
+        return _RingPart(self, rank, transport, seen)
+
+
+class _RingPart(RankPart):
+    def __init__(
+        self, method: Ring, rank: int, transport: Transport | None, seen: list[Seen]
+    ) -> None:
+        self.method, self.rank, self.transport, self.seen = method, rank, transport, seen
+        each = torch.arange(len(method.rows[rank]) + 1, dtype=torch.int32)
+        self.each = each.to(seen[0].begin.device)
+
+    def forward(self, inputs: RankInputs) -> Tensor:
+        self.q, kv = inputs.q, RowFormat(_fields(inputs.k, inputs.v))
+        self.kv_format, self.packed = kv, kv.pack([inputs.k, inputs.v])
+        out, lse = self.q.new_empty(0), self.q.new_empty(0)
+        held, last = self.packed, len(self.seen) - 1
+        for step, seen in enumerate(self.seen):
+            arriving = self._pass_on(held, step) if step < last else None
+            k, v = kv.unpack(held)
+            partial = seen.attend(self.q, k, v)
+            if step == 0:
+                out, lse = partial
+            else:
+                merge_partials_(out, lse, *partial, self.each, self.each[:-1])
+            held = held if arriving is None else arriving.wait()
+        self.out, self.lse = out.to(self.q.dtype), lse
+        return self.out
+
+    def backward(self, dout: Tensor) -> Gradients:
+        rows = (self.q, dout, self.lse, attention_delta(dout, self.out))
+        k, v = self.kv_format.unpack(self.packed)
+        wire = self.method.wire_dtype(k.dtype)
+        gradients = RowFormat(((k.shape[1:], wire), (v.shape[1:], wire)))
+        dq, dkv = self.q.new_empty(0), list[Tensor]()
+        held, last = self.packed, len(self.seen) - 1
+        returning: Pending | None = None
+        for step, seen in enumerate(self.seen):
+            arriving = self._pass_on(held, step) if step < last else None
+            k, v = self.kv_format.unpack(held)
+            more, *dkv = seen.backward(rows, k, v)
+            dq = more if step == 0 else dq.add_(more)
+            if returning is not None:
+                for mine, theirs in zip(dkv, gradients.unpack(returning.wait()), strict=True):
+                    mine += theirs
+            if last > 0:  # the last step hands them to their owner
+                returning = self._pass_on(gradients.pack(dkv), step)
+            held = held if arriving is None else arriving.wait()
+        if returning is not None:
+            dkv = gradients.unpack(returning.wait())
+        dtype = self.q.dtype
+        return dq.to(dtype), dkv[0].to(dtype), dkv[1].to(dtype)
+
+    def _pass_on(self, rows: Tensor, step: int) -> Pending:
+        """Gives what came from rank - step to the next rank."""
+        assert self.transport is not None
+        size = self.method.cp_size
+        send, receive = [0] * size, [0] * size
+        send[(self.rank + 1) % size] = len(rows)
+        receive[(self.rank - 1) % size] = len(self.method.tokens[(self.rank - step - 1) % size])
+        return self.transport.exchange(rows, send, receive)
+
+
+class AllGather(Method):
+    """All keys and values on every rank; see the module."""
+
+    name = "all-gather"
+
+    def place(self) -> None:
+        self.tokens = zigzag_tokens(self.workload.doc_lens, self.cp_size)
+        self.rows = zigzag_rows(self.workload, self.cp_size)
+        self.intervals = self.row_intervals()
+        self.by_owner = torch.from_numpy(np.concatenate(self.tokens))  # tokens as gathered
+        self.by_token = self.by_owner.argsort()
+
+    def part(self, rank: int, transport: Transport | None, device: torch.device) -> RankPart:
+        return _AllGatherPart(self, rank, transport, Seen(self.intervals[self.rows[rank]], device))
+
+
+class _AllGatherPart(RankPart):
+    def __init__(
+        self, method: AllGather, rank: int, transport: Transport | None, seen: Seen
+    ) -> None:
+        self.method, self.rank, self.transport, self.seen = method, rank, transport, seen
+        device = seen.begin.device
+        self.counts = [len(tokens) for tokens in method.tokens]
+        self.by_owner, self.by_token = method.by_owner.to(device), method.by_token.to(device)
+
+    def forward(self, inputs: RankInputs) -> Tensor:
+        self.inputs = inputs
+        k, v = self._gathered()
+        self.out, self.lse = self.seen.attend(inputs.q, k, v, inputs.q.dtype)
+        return self.out
+
+    def backward(self, dout: Tensor) -> Gradients:
+        q, dtype = self.inputs.q, self.inputs.q.dtype
+        k, v = self._gathered()
+        rows = (q, dout, self.lse, attention_delta(dout, self.out))
+        dq, dk, dv = self.seen.backward(rows, k, v)
+        if self.transport is not None:
+            wire = self.method.wire_dtype(dtype)
+            row = RowFormat(((k.shape[1:], wire), (v.shape[1:], wire)))
+            mine = [self.counts[self.rank]] * self.method.cp_size
+            sent = row.pack([dk, dv], self.by_owner)
+            parts = row.unpack(self.transport.exchange(sent, self.counts, mine).wait())
+            dk, dv = (x.unflatten(0, (-1, mine[0])).sum(0, dtype=torch.float32) for x in parts)
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+    def _gathered(self) -> list[Tensor]:
+        """Keys and values of all ranks in the order of the pack."""
+        k, v = self.inputs.k, self.inputs.v
+        if self.transport is None:
+            return [k, v]
+        row = RowFormat(_fields(k, v))
+        mine = row.pack([k, v])
+        if len(set(self.counts)) == 1:
+            gathered = self.transport.all_gather(mine).wait().flatten(0, 1)
+        else:
+            size = self.method.cp_size
+            sent = mine.repeat(size, 1)
+            gathered = self.transport.exchange(sent, [len(mine)] * size, self.counts).wait()
+        return [x.index_select(0, self.by_token) for x in row.unpack(gathered)]
+
+
+class Ulysses(Method):
+    """Tokens for heads and back; see the module."""
+
+    name = "ulysses"
+
+    def place(self) -> None:
+        self.tokens = even_split(self.workload.num_tokens, self.cp_size)
+        self.intervals = self.row_intervals()
+        self.rows = even_split(len(self.intervals), self.cp_size)
+
+    @staticmethod
+    def refusal(workload: Workload, cp_size: int) -> str | None:
+        heads_q, heads_kv = workload.heads
+        if heads_q % cp_size:
+            return f"{heads_q} query heads do not divide over {cp_size} ranks"
+        if heads_kv % cp_size and cp_size % heads_kv:
+            return f"{heads_kv} kv heads neither divide over {cp_size} ranks nor repeat evenly"
+        return None
+
+    def part(self, rank: int, transport: Transport | None, device: torch.device) -> RankPart:
+        return _UlyssesPart(self, rank, transport, Seen(self.intervals, device))
+
+
+class _UlyssesPart(RankPart):
+    def __init__(self, method: Ulysses, rank: int, transport: Transport | None, seen: Seen) -> None:
+        self.method, self.rank, self.transport, self.seen = method, rank, transport, seen
+        heads_kv, size = method.workload.heads[1], method.cp_size
+        self.is_repeated = heads_kv < size
+        self.kv_heads = None  # of each rank in turn, where ranks share them
+        if self.is_repeated:
+            first = torch.arange(size, device=seen.begin.device)
+            self.kv_heads = first * heads_kv // size
+
+    def forward(self, inputs: RankInputs) -> Tensor:
+        rows, tokens = self.method.rows, self.method.tokens
+        self.q = self._to_heads(inputs.q, rows)
+        self.k, self.v = (self._to_heads(x, tokens, self.kv_heads) for x in (inputs.k, inputs.v))
+        self.out, self.lse = self.seen.attend(self.q, self.k, self.v, inputs.q.dtype)
+        return self._to_rows(self.out, self.out.dtype, rows).flatten(1, 2)
+
+    def backward(self, dout: Tensor) -> Gradients:
+        dtype = dout.dtype
+        rows, tokens = self.method.rows, self.method.tokens
+        dout = self._to_heads(dout, rows)
+        state = (self.q, dout, self.lse, attention_delta(dout, self.out))
+        dq, *dkv = self.seen.backward(state, self.k, self.v)
+        wire = self.method.wire_dtype(dtype) if self.is_repeated else dtype
+        heads_kv = self.method.workload.heads[1]
+        dk, dv = (self._to_rows(x, wire, tokens).flatten(1, 2) for x in dkv)
+        if self.is_repeated:
+            dk, dv = (x.unflatten(1, (heads_kv, -1)).sum(2, dtype=torch.float32) for x in (dk, dv))
+        return (
+            self._to_rows(dq, dtype, rows).flatten(1, 2), dk.to(dtype), dv.to(dtype)
+        )  # fmt: skip
+
+    def _to_heads(
+        self, x: Tensor, shares: Sequence[Int64Array], heads: Tensor | None = None
+    ) -> Tensor:
+        """`[own, H, D]` to `[all, H', D]` with the heads of this rank; `heads` repeats some."""
+        if self.transport is None:
+            return x
+        size = self.method.cp_size
+        if heads is not None:
+            x = x.index_select(1, heads)
+        by_rank = x.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
+        row = RowFormat(((by_rank.shape[1:], x.dtype),))
+        counts = [len(share) for share in shares]
+        sent = row.pack([by_rank])
+        received = self.transport.exchange(sent, [counts[self.rank]] * size, counts).wait()
+        return row.unpack(received)[0]
+
+    def _to_rows(self, x: Tensor, wire: torch.dtype, shares: Sequence[Int64Array]) -> Tensor:
+        """`[all, H', D]` to `[own, size, H', D]`: what each rank made of the own rows."""
+        if self.transport is None:
+            return x[:, None]
+        size = self.method.cp_size
+        row = RowFormat(((x.shape[1:], wire),))
+        counts = [len(share) for share in shares]
+        sent = row.pack([x])
+        received = self.transport.exchange(sent, counts, [counts[self.rank]] * size).wait()
+        return row.unpack(received)[0].unflatten(0, (size, -1)).transpose(0, 1)
+
+
+def _fields(k: Tensor, v: Tensor) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    return ((tuple(k.shape[1:]), k.dtype), (tuple(v.shape[1:]), v.dtype))
+
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (SplitKV, Ring, AllGather, Ulysses)
+}
