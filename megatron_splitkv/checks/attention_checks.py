@@ -26,7 +26,17 @@ from megatron_splitkv.checks.worst import Worst
 from megatron_splitkv.comm import Transport, check_same_plan
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import ShardLayout, build_layout, shard_rows
-from megatron_splitkv.plan import Anchors, Causal, Full, Plan, Queries, Suffix, Window, make_plan
+from megatron_splitkv.plan import (
+    Anchors,
+    Causal,
+    Full,
+    Plan,
+    Prefix,
+    Queries,
+    Suffix,
+    Window,
+    make_plan,
+)
 from megatron_splitkv.plan.report import AttentionShape, report_plan
 
 BLOCK_SIZE = 64
@@ -66,6 +76,8 @@ def attention_cases() -> list[AttentionCase]:
                       heads=(4, 1), head_dim=64),
         AttentionCase(name="full", doc_lens=(389, 130), queries=Full(), heads=(3, 1),
                       head_dim=64),
+        AttentionCase(name="prefix in full", doc_lens=(301, 0, 260), queries=Prefix((90, 0, 260)),
+                      heads=(4, 2), head_dim=64),
         AttentionCase(name="last rows of documents", doc_lens=(900, 60), queries=Suffix(96),
                       heads=(4, 2), head_dim=128),
         AttentionCase(name="anchors with their blocks", doc_lens=(640, 5, 190), queries=anchors,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_splitkv.plan import Anchors, Causal, Full, Queries, Suffix, Window
+from megatron_splitkv.plan import Anchors, Causal, Full, Prefix, Queries, Suffix, Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,8 @@ def _one_document(queries: Queries, doc: int, length: int) -> Tensor:
             return (keys <= rows) & (keys > rows - size)
         case Full():
             return torch.ones(length, length, dtype=torch.bool)
+        case Prefix(lengths=lengths):
+            return (keys <= rows) | (keys < lengths[doc])
         case Suffix(num_rows=num_rows):
             return (keys <= rows)[max(0, length - num_rows) :]
         case Anchors(positions=positions, rows_per_anchor=size):

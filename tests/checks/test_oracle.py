@@ -12,7 +12,7 @@ from tests.ranks import Heads, random_inputs
 
 
 @settings(max_examples=60, deadline=None)
-@given(packs("cwfsa"))
+@given(packs("cwfpsa"))
 def test_masks_are_those_of_the_definitions(pack):
     lens, _, queries = pack
     expected = torch.from_numpy(dense_mask(queries, lens))
