@@ -35,7 +35,13 @@ from cp_workloads import WORKLOADS, Workload
 from plan_blocks import parse_heads, parse_lengths
 
 from megatron_splitkv.checks.options import output_file, positive_float, positive_int
-from megatron_splitkv.checks.processes import World, choose_device, cp_transport, join_world
+from megatron_splitkv.checks.processes import (
+    World,
+    choose_device,
+    cp_transport,
+    is_launched,
+    join_world,
+)
 from megatron_splitkv.config import PARTIAL_DTYPES, SplitKVConfig
 from megatron_splitkv.plan import Causal, Suffix
 
@@ -189,9 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, returns the exit code."""
     args = build_parser().parse_args(argv)
     try:
+        refuse_mode(args)
         if args.mode == "real":
-            if args.cp:
-                raise ValueError("--cp is for replay; real takes all processes of torchrun")
             with join_world(device=args.device, backend="auto", timeout_s=600) as world:
                 lines = run(args, world, world.device)
                 if world.rank == 0:
@@ -203,6 +208,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench_cp.py: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def refuse_mode(args: argparse.Namespace) -> None:
+    """Stops a mode that was started in the wrong way.
+
+    Raises:
+        ValueError: real without a launcher or with --cp, or replay in several processes.
+    """
+    if args.mode == "replay" and is_launched():
+        raise ValueError("replay is one process; start it with python, without torchrun")
+    if args.mode == "real" and args.cp:
+        raise ValueError("--cp is for replay; real takes all processes of torchrun")
+    if args.mode == "real" and not is_launched():
+        raise ValueError("real needs ranks; start it with torchrun --nproc-per-node N")
 
 
 def write_files(lines: Sequence[Line], args: argparse.Namespace) -> None:

@@ -260,6 +260,13 @@ def test_real_command(tmp_path):
         assert line["mode"] == "real" and line["step_ms"] > 0 and line["sent_mb"] > 0
 
 
+def test_replay_is_not_run_by_every_process():
+    shared = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    process = run("replay", *SMALL, **shared)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and "replay is one process" in err
+
+
 def test_wrong_options_are_named():
     for arguments, message in (
         (("replay", "--lengths", "64", "--heads", "3/2"), "kv heads must divide query heads"),
@@ -270,6 +277,7 @@ def test_wrong_options_are_named():
         (("replay", "--heads", "4/2"), "--heads describes a workload of its own"),
         (("replay", "--lengths", "64", "--json", "/no/such/x"), "in a folder that exists"),
         (("real", "--lengths", "64", "--cp", "2"), "--cp is for replay"),
+        (("real", "--lengths", "64"), "real needs ranks"),
     ):
         process = run(*arguments, "--device", "cpu")
         _, err = process.communicate(timeout=60)
