@@ -122,6 +122,11 @@ def _check_tensors(
                 f"{name} has shape {tuple(tensor.shape)}, needs [{rows}, heads, dim]: this rank's "
                 "rows of the plan, in the order of layout.kv_index"
             )
+        if tensor.dtype not in _DTYPE_NAMES or tensor.dtype != q.dtype:
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype}, needs that of q: float32, bfloat16 or float16; "
+                f"convert it with {name}.to(...)"
+            )
     if (block_kv is None) != (layout.block is None):
         raise ValueError(
             "block_kv must be given exactly when the layout has anchors "

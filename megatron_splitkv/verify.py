@@ -21,7 +21,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -29,8 +28,11 @@ from rich.console import Console
 from megatron_splitkv.checks.attention_checks import check_attention
 from megatron_splitkv.checks.contract_checks import check_contract
 from megatron_splitkv.checks.op_checks import check_ops
+from megatron_splitkv.checks.options import output_file, positive_float, positive_int
 from megatron_splitkv.checks.processes import (
     World,
+    choose_backend,
+    choose_device,
     cp_transport,
     gather_from_all,
     is_launched,
@@ -61,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(args, config)
         cp_size = args.cp or (torch.cuda.device_count() or DEFAULT_CP_WITHOUT_GPU)
         if cp_size > 1:
+            # Refused once, here, and not by each of the ranks.
+            choose_backend(args.backend, choose_device(args.device, 0), cp_size)
             return start_ranks("megatron_splitkv.verify", given, cp_size, args.timeout)
         return run(args, config)
     except ValueError as error:
@@ -79,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--cp",
-        type=int,
+        type=positive_int,
         metavar="N",
         help="context-parallel ranks (default: inside torchrun all processes, else one for each "
         "GPU, or 2 without a GPU)",
@@ -104,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--stages",
-        type=int,
+        type=positive_int,
         default=defaults.num_stages,
         metavar="N",
         help="upper bound on the exchanges of a layer (default: %(default)s)",
@@ -119,23 +123,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--timeout",
-        type=float,
+        type=positive_float,
         default=110.0,
         metavar="S",
         help="seconds for the run, and for a collective (default: %(default)s)",
     )
-    add("--json", type=Path, metavar="FILE", help="also write the checks to this file")
+    add("--json", type=output_file, metavar="FILE", help="also write the checks to this file")
     return parser
 
 
 def config_of(args: argparse.Namespace) -> SplitKVConfig:
-    """The settings that the options name.
-
-    Raises:
-        ValueError: what `SplitKVConfig` refuses, or `--cp` below 1.
-    """
-    if args.cp is not None and args.cp < 1:
-        raise ValueError(f"--cp {args.cp} must be at least 1")
+    """The settings that the options name."""
     return SplitKVConfig(
         num_stages=args.stages, partial_dtype=args.partial_dtype, keep_queries=args.keep_queries
     )
@@ -162,7 +160,7 @@ def run(args: argparse.Namespace, config: SplitKVConfig) -> int:
             ],
             "model": lambda: _check_models(transport, world.device, config),
         }
-        mine: list[Check] = [_check_group(args.cp, cp_size, world)]
+        mine: list[Check] = [_check_group(transport, args.cp or world.size, world)]
         for name in SECTIONS:
             if name not in args.skip:
                 _say(world, f"{name} ...", start)
@@ -181,13 +179,17 @@ def _checks_of(name: str, make: Callable[[], list[Check]]) -> list[Check]:
         return [failed(name, "supported on this machine", str(error))]
 
 
-def _check_group(asked: int | None, cp_size: int, world: World) -> Check:
-    """The size of the group is stated, and what was asked for: nothing runs smaller in silence."""
+def _check_group(transport: Transport | None, asked: int, world: World) -> Check:
+    """Whether as many ranks answer as were asked for: nothing runs smaller in silence."""
+    answers = 1
+    if transport is not None:
+        mine = torch.tensor([[transport.rank]], device=world.device).view(torch.uint8)
+        answers = len(transport.all_gather(mine).wait().view(torch.int64).unique())
     return Check(
         section="group",
         name="ranks that compute together",
-        value=cp_size,
-        limit=asked or world.size,
+        value=answers,
+        limit=asked,
         bound="at least",
         note=f"{world.size} processes, {world.backend}",
     )

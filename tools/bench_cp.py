@@ -9,7 +9,8 @@ replay  one process, the ranks one after the other on one device: compute and ba
 real    under torchrun, any number of ranks, NCCL or gloo: everything is measured, max over ranks.
 
 "% ideal" is an even share of one GPU's step (the same attention at cp 1, measured in the same run)
-over the step; "% ideal compute" is the same over the compute of the slowest rank alone.
+over the step; "% ideal compute" is the same over the compute of the slowest rank alone. It can pass
+100: a rank's short run may clock higher than the long one of one GPU, and meets fewer heads in L2.
 
 examples:
   python tools/bench_cp.py replay --cp 8 64 --workloads 128k 128k-gqa pile 8k-1m
@@ -23,7 +24,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from cp_baselines import METHODS
@@ -34,7 +34,14 @@ from cp_report import Line, markdown, print_lines
 from cp_workloads import WORKLOADS, Workload
 from plan_options import parse_heads, parse_lengths
 
-from megatron_splitkv.checks.processes import World, choose_device, cp_transport, join_world
+from megatron_splitkv.checks.options import output_file, positive_float, positive_int
+from megatron_splitkv.checks.processes import (
+    World,
+    choose_device,
+    cp_transport,
+    is_launched,
+    join_world,
+)
 from megatron_splitkv.config import PARTIAL_DTYPES, SplitKVConfig
 from megatron_splitkv.plan import Causal, Suffix
 
@@ -43,6 +50,7 @@ from megatron_splitkv.plan import Causal, Suffix
 ALPHA_US, HOST_GBS = 80.0, 250.0
 # One 400 Gb/s adapter for each GPU, 90 % of it. Assumed, not measured.
 NETWORK_GBS, HOST_SIZE = 45.0, 8
+DEFAULT_CP = 8
 START = time.perf_counter()
 
 
@@ -56,33 +64,42 @@ def build_parser() -> argparse.ArgumentParser:
     add("--workloads", nargs="+", choices=[w.name for w in WORKLOADS], metavar="NAME",
         help=f"of {', '.join(w.name for w in WORKLOADS)} (default: all)")  # fmt: skip
     add("--lengths", type=parse_lengths, metavar="L1,L2,...", help="instead: these documents")
-    add("--suffix", type=int, metavar="N", help="with --lengths: only the last N rows are queries")
-    add("--heads", type=parse_heads, default="32/8", metavar="Q/KV",
-        help="with --lengths (default: %(default)s)")  # fmt: skip
-    add("--head-dim", type=int, default=128, metavar="N",
-        help="with --lengths (default: %(default)s)")  # fmt: skip
+    add(
+        "--suffix",
+        type=positive_int,
+        metavar="N",
+        help="with --lengths: only the last N rows are queries",
+    )
+    add("--heads", type=parse_heads, metavar="Q/KV", help="with --lengths (default: 32/8)")
+    add("--head-dim", type=positive_int, metavar="N", help="with --lengths (default: 128)")
     add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS),
         help="(default: all)")  # fmt: skip
-    add("--cp", type=int, nargs="+", default=[8], metavar="N",
-        help="replay: ranks to simulate (default: 8); real: all processes")  # fmt: skip
-    add("--rounds", type=int, default=3, help="timed rounds, medians (default: %(default)s)")
+    add("--cp", type=positive_int, nargs="+", metavar="N",
+        help="replay: ranks to simulate (default: 8); real takes all processes")  # fmt: skip
+    add(
+        "--rounds",
+        type=positive_int,
+        default=3,
+        metavar="N",
+        help="timed rounds, medians (default: %(default)s)",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
     add("--partial-dtype", choices=PARTIAL_DTYPES, default=SplitKVConfig().partial_dtype,
         help="how partial sums travel: partial outputs and dq of split-kv, and with as many bits "
         "dk and dv of the others (default: %(default)s)")  # fmt: skip
-    add("--stages", type=int, default=SplitKVConfig().num_stages, metavar="N",
+    add("--stages", type=positive_int, default=SplitKVConfig().num_stages, metavar="N",
         help="of split-kv (default: %(default)s)")  # fmt: skip
     add("--keep-queries", action="store_true", help="of split-kv: queries travel once")
-    add("--alpha-us", type=float, default=ALPHA_US, metavar="US",
+    add("--alpha-us", type=positive_float, default=ALPHA_US, metavar="US",
         help="replay: latency of a collective (default: %(default)s)")  # fmt: skip
-    add("--host-gbs", type=float, default=HOST_GBS, metavar="GBS",
+    add("--host-gbs", type=positive_float, default=HOST_GBS, metavar="GBS",
         help="replay: rate of a rank inside its host (default: %(default)s)")  # fmt: skip
-    add("--network-gbs", type=float, default=NETWORK_GBS, metavar="GBS",
+    add("--network-gbs", type=positive_float, default=NETWORK_GBS, metavar="GBS",
         help="replay: rate of a rank to other hosts (default: %(default)s)")  # fmt: skip
-    add("--host-size", type=int, default=HOST_SIZE, metavar="N",
+    add("--host-size", type=positive_int, default=HOST_SIZE, metavar="N",
         help="replay: ranks of a host (default: %(default)s)")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="also write the lines to this file")
-    add("--markdown", type=Path, metavar="FILE", help="also write the table to this file")
+    add("--json", type=output_file, metavar="FILE", help="also write the lines to this file")
+    add("--markdown", type=output_file, metavar="FILE", help="also write the table to this file")
     return parser
 
 
@@ -90,18 +107,24 @@ def workloads_of(args: argparse.Namespace) -> list[Workload]:
     """The named workloads, or the one that the options describe.
 
     Raises:
-        ValueError: kv heads do not divide query heads.
+        ValueError: kv heads do not divide query heads, or options do not go together.
     """
     if args.lengths is None:
+        for name in ("suffix", "heads", "head_dim"):
+            if getattr(args, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} describes a workload of its own; give --lengths too")
         by_name = {workload.name: workload for workload in WORKLOADS}
         return [by_name[name] for name in args.workloads or by_name]
-    heads_q, heads_kv = args.heads
+    if args.workloads:
+        raise ValueError("--workloads and --lengths exclude each other; give one of them")
+    heads_q, heads_kv = heads = args.heads or (32, 8)
     if heads_q % heads_kv:
         raise ValueError(f"--heads {heads_q}/{heads_kv}: kv heads must divide query heads")
     queries = Causal() if args.suffix is None else Suffix(args.suffix)
     return [
-        Workload(name="custom", doc_lens=tuple(args.lengths), queries=queries, heads=args.heads,
-                 head_dim=args.head_dim)
+        Workload(name="custom", doc_lens=tuple(args.lengths), queries=queries, heads=heads,
+                 head_dim=args.head_dim or 128)
     ]  # fmt: skip
 
 
@@ -133,12 +156,13 @@ def run(args: argparse.Namespace, world: World | None, device: torch.device) -> 
                 alpha_us=args.alpha_us, host_gbs=args.host_gbs, network_gbs=args.network_gbs,
                 host_size=args.host_size,
             )  # fmt: skip
-            lines += measure_replay(measurement, args.cp, link, say)
-            write_files(lines, args)
+            lines += measure_replay(measurement, args.cp or [DEFAULT_CP], link, say)
         else:
             say_once = say if world.rank == 0 else _nothing
             transport = cp_transport(world, world.size)
             lines += measure_real(measurement, world, transport, say_once)
+        if world is None or world.rank == 0:
+            write_files(lines, args)
     return lines
 
 
@@ -171,24 +195,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, returns the exit code."""
     args = build_parser().parse_args(argv)
     try:
+        refuse_mode(args)
         if args.mode == "real":
             with join_world(device=args.device, backend="auto", timeout_s=600) as world:
                 lines = run(args, world, world.device)
                 if world.rank == 0:
-                    report(lines, args, world.device)
+                    print_lines(lines, caption_of(args, world.device))
         else:
             device = choose_device(args.device, 0)
-            report(run(args, None, device), args, device)
+            print_lines(run(args, None, device), caption_of(args, device))
     except ValueError as error:
         print(f"bench_cp.py: error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def report(lines: Sequence[Line], args: argparse.Namespace, device: torch.device) -> None:
-    """Prints the table and writes the files that were asked for."""
-    print_lines(lines, caption_of(args, device))
-    write_files(lines, args)
+def refuse_mode(args: argparse.Namespace) -> None:
+    """Stops a mode that was started in the wrong way.
+
+    Raises:
+        ValueError: real without a launcher or with --cp, or replay in several processes.
+    """
+    if args.mode == "replay" and is_launched():
+        raise ValueError("replay is one process; start it with python, without torchrun")
+    if args.mode == "real" and args.cp:
+        raise ValueError("--cp is for replay; real takes all processes of torchrun")
+    if args.mode == "real" and not is_launched():
+        raise ValueError("real needs ranks; start it with torchrun --nproc-per-node N")
 
 
 def write_files(lines: Sequence[Line], args: argparse.Namespace) -> None:

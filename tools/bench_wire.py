@@ -15,7 +15,6 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
+from megatron_splitkv.checks.options import output_file, positive_int
 from megatron_splitkv.comm import RowFormat, ThreadGroup, ThreadTransport
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout, shard_rows, unshard_rows
@@ -184,14 +184,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--length", type=int, default=16384, help="tokens (default: %(default)s)")
-    parser.add_argument("--heads", type=int, nargs=2, default=(8, 8), metavar=("Q", "KV"))
-    parser.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
-    parser.add_argument("--mask", choices=("causal", "full"), default="causal")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    add, shown = parser.add_argument, "(default: %(default)s)"
+    add("--length", type=positive_int, default=16384, metavar="N", help=f"tokens {shown}")
+    add("--heads", type=positive_int, nargs=2, default=(8, 8), metavar=("Q", "KV"), help=shown)
+    add("--head-dim", type=positive_int, default=128, metavar="N", help=shown)
+    add("--mask", choices=("causal", "full"), default="causal", help=shown)
+    add("--dtype", choices=sorted(DTYPES), default="bf16", help=shown)
+    add("--device", choices=("cpu", "cuda"), default="cpu", help=shown)
+    add("--json", type=output_file, metavar="FILE", help="also write the figures to this file")
     args = parser.parse_args()
+    heads_q, heads_kv = args.heads
+    if heads_q % heads_kv:
+        parser.error(f"--heads {heads_q} {heads_kv}: kv heads must divide query heads")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but torch finds no GPU")
     found = measure_errors(args)
     Console(width=100).print(error_table(found))
     figures: dict[str, object] = {"cp_sizes": CP_SIZES, "errors": found}

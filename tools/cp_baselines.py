@@ -5,8 +5,12 @@ Short references, exact, each in its natural layout:
 - `ring`: keys and values travel from rank to rank (Liu et al. 2023), zig-zag by document; in the
   backward pass their gradients travel with them.
 - `all-gather`: every rank gathers all keys and values (Llama 3, section 3.3.2), zig-zag by
-  document; their gradients return to the owners, who sum them.
+  document, in both passes; their gradients go straight to the owners, who sum them. Inside a host
+  these are the bytes of a reduce-scatter; between hosts a reduce-scatter would send fewer.
 - `ulysses`: tokens are swapped for heads and back (Jacobs et al. 2023).
+
+`split-kv` and `ring` move rows beside compute. `all-gather` and `ulysses` compute when all rows are
+there, as their users do: keys and values are needed whole, and no head is cut.
 
 Partial sums travel with as many bits in every method: partial outputs and dq of `split-kv`, dk and
 dv of the others.
@@ -19,6 +23,7 @@ import torch
 from cp_methods import Gradients, Method, RankInputs, RankPart, Seen, SplitKV
 from cp_workloads import Int64Array, Workload, even_split, zigzag_rows, zigzag_tokens
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_splitkv.comm import Pending, RowFormat, Transport
 from megatron_splitkv.ops import attention_delta, merge_partials_
@@ -111,8 +116,11 @@ class AllGather(Method):
         self.tokens = zigzag_tokens(self.workload.doc_lens, self.cp_size)
         self.rows = zigzag_rows(self.workload, self.cp_size)
         self.intervals = self.row_intervals()
-        self.by_owner = torch.from_numpy(np.concatenate(self.tokens))  # tokens as gathered
-        self.by_token = self.by_owner.argsort()
+        self.by_owner = torch.from_numpy(np.concatenate(self.tokens))
+        # Where each token is when every rank has given equally many rows.
+        self.width = max(map(len, self.tokens))
+        places = [rank * self.width + np.arange(len(own)) for rank, own in enumerate(self.tokens)]
+        self.by_token = torch.from_numpy(np.concatenate(places))[self.by_owner.argsort()]
 
     def part(self, rank: int, transport: Transport | None, device: torch.device) -> RankPart:
         return _AllGatherPart(self, rank, transport, Seen(self.intervals[self.rows[rank]], device))
@@ -153,13 +161,8 @@ class _AllGatherPart(RankPart):
         if self.transport is None:
             return [k, v]
         row = RowFormat(_fields(k, v))
-        mine = row.pack([k, v])
-        if len(set(self.counts)) == 1:
-            gathered = self.transport.all_gather(mine).wait().flatten(0, 1)
-        else:
-            size = self.method.cp_size
-            sent = mine.repeat(size, 1)
-            gathered = self.transport.exchange(sent, [len(mine)] * size, self.counts).wait()
+        mine = pad(row.pack([k, v]), (0, 0, 0, self.method.width - len(k)))
+        gathered = self.transport.all_gather(mine).wait().flatten(0, 1)
         return [x.index_select(0, self.by_token) for x in row.unpack(gathered)]
 
 

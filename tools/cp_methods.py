@@ -160,9 +160,9 @@ class Seen:
     ) -> Gradients:
         """dq, dk and dv in fp32; `rows` are q, dout, lse and delta."""
         q, dout, lse, delta = rows
-        dk, dv = (torch.zeros(x.shape, device=x.device) for x in (k, v))
+        dk, dv = (torch.empty(x.shape, device=x.device) for x in (k, v))
         dq = partial_attention_backward(
             dout, q, k, v, lse, delta, self.begin, self.end, dk, dv,
-            softmax_scale=q.shape[-1] ** -0.5, work=self.work,
+            softmax_scale=q.shape[-1] ** -0.5, accumulate=False, work=self.work,
         )  # fmt: skip
         return dq, dk, dv

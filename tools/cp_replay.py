@@ -6,6 +6,8 @@ real layout. What it would wait for is modelled:
 
 - a collective takes `alpha` plus the bytes of the busiest rank over the rate of its links: bytes to
   ranks of its host over the fast link and the others over the network, both at once;
+- what all ranks get alike (`all_gather`) crosses to each other host once, a share by each of its
+  ranks, and is passed on inside the host; other rows go straight from rank to rank;
 - it starts when every rank has come to it and the one before is over;
 - it runs beside compute and does not slow it down.
 """
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_splitkv.comm import Counts, Pending
+from megatron_splitkv.comm import Counts, Pending, Transport
 from megatron_splitkv.ops.native import OP_NAMESPACE
 
 KERNELS = "kernel"  # partial attention and its backward
@@ -52,11 +54,12 @@ class Link:
     network_gbs: float
     host_size: int
 
-    def collective_ms(self, sent: Sequence[Sequence[int]]) -> float:
+    def collective_ms(self, sent: Sequence[Sequence[int]], *, is_all_gather: bool = False) -> float:
         """Duration of one collective.
 
         Args:
             sent: bytes from each rank to each other one, `[size, size]`.
+            is_all_gather: a rank gives the same bytes to all others.
         """
         size = len(sent)
         slowest = 0.0
@@ -68,6 +71,10 @@ class Link:
                     to_add = near if is_near else far
                     to_add[0] += sent[rank][peer]
                     to_add[1] += sent[peer][rank]
+            if is_all_gather:  # every rank of a host fetches a share of the other hosts' rows
+                host = range(size)[rank // self.host_size * self.host_size :][: self.host_size]
+                near = [near[0] + far[0], near[1] + far[1]]
+                far = [far[0] / len(host), far[1] / len(host)]
             ms = max(max(near) / self.host_gbs, max(far) / self.network_gbs) * 1e-6
             slowest = max(slowest, ms)
         return self.alpha_us * 1e-3 + slowest
@@ -83,9 +90,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A collective is started; `bytes_to` each rank."""
+    """A collective is started; `bytes_to` each rank, in an all_gather the same bytes."""
 
     bytes_to: tuple[int, ...]
+    is_all_gather: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,22 +225,27 @@ class ReplayTransport:
         return self._collective(
             [count * row_bytes for count in send_counts],
             lambda: _repeated(rows, sum(recv_counts)),
+            is_all_gather=False,
         )
 
     def all_gather(self, rows: Tensor) -> Pending:
         """See `Transport.all_gather`; what is received are own rows."""
         return self._collective(
-            [rows.numel()] * self.size, lambda: rows.expand(self.size, *rows.shape).clone()
+            [rows.numel()] * self.size,
+            lambda: rows.expand(self.size, *rows.shape).clone(),
+            is_all_gather=True,
         )
 
     def restart(self) -> None:
         """Counts collectives afresh, for another run."""
         self._count = 0
 
-    def _collective(self, bytes_to: list[int], receive: Callable[[], Tensor]) -> Pending:
+    def _collective(
+        self, bytes_to: list[int], receive: Callable[[], Tensor], *, is_all_gather: bool
+    ) -> Pending:
         bytes_to[self.rank] = 0
         index, self._count = self._count, self._count + 1
-        self.recorder.note(Start(bytes_to=tuple(bytes_to)))
+        self.recorder.note(Start(bytes_to=tuple(bytes_to), is_all_gather=is_all_gather))
         self.recorder.become(MADE_UP)
         received = receive()
         self.recorder.become(OTHERS)
@@ -244,32 +257,66 @@ class ReplayTransport:
         return Pending(wait)
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingTransport:
+    """Passes everything on, and tells a recorder that a rank which waits runs no kernel.
+
+    Attributes:
+        inner: the transport that does the work.
+        recorder: told of each wait.
+    """
+
+    inner: Transport
+    recorder: Recorder
+
+    @property
+    def rank(self) -> int:
+        """Rank inside the group."""
+        return self.inner.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self.inner.size
+
+    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
+        """See `Transport.exchange`."""
+        return self._told(self.inner.exchange(rows, send_counts, recv_counts))
+
+    def all_gather(self, rows: Tensor) -> Pending:
+        """See `Transport.all_gather`."""
+        return self._told(self.inner.all_gather(rows))
+
+    def _told(self, pending: Pending) -> Pending:
+        def wait() -> Tensor:
+            self.recorder.become(OTHERS)
+            return pending.wait()
+
+        return Pending(wait)
+
+
 def _repeated(rows: Tensor, count: int) -> Tensor:
     """`count` rows, those given over and over; zeros if none were given."""
     if len(rows) == 0:
         return rows.new_zeros(count, rows.shape[1])
-    if count <= len(rows):
-        return rows[:count].clone()
-    return rows.repeat(-(-count // len(rows)), 1)[:count]
+    return rows[torch.arange(count, device=rows.device) % len(rows)]
 
 
 class Pause:
-    """Keeps a GPU busy while the host queues work, so that the work is not measured waiting.
-
-    Attributes:
-        num_short: timed runs whose pause was over before all was queued.
-    """
+    """Keeps a GPU busy while the host queues work, so that the work is not measured waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: dict[str, float] = {}
-        self.num_short = 0
 
-    def run(self, name: str, body: Callable[[], int], *, is_timed: bool) -> None:
+    def run(self, name: str, body: Callable[[], int], *, is_timed: bool) -> bool:
         """Queues `body`, which returns how many torch calls it made, behind a pause.
 
         A run that is not timed gets none, as it also makes work lists; its calls tell how long
         that of the next run of this name must be. A run that outlasts its pause lengthens it.
+
+        Returns:
+            Whether the pause lasted until all was queued; else the times have launch gaps in them.
         """
         pause_s = self._seconds.get(name, 0.0)
         if self._device.type == "cuda" and is_timed:
@@ -278,9 +325,9 @@ class Pause:
         start = time.perf_counter()
         num_calls = body()
         host_s = time.perf_counter() - start
-        self.num_short += is_timed and self._device.type == "cuda" and host_s > pause_s
         needed = PAUSE_SHARE * host_s if is_timed else num_calls * S_PER_CALL
         self._seconds[name] = max(pause_s, needed)
+        return host_s <= pause_s or self._device.type != "cuda"
 
 
 def simulate(traces: Sequence[Trace], link: Link) -> tuple[float, float]:
@@ -293,7 +340,7 @@ def simulate(traces: Sequence[Trace], link: Link) -> tuple[float, float]:
     if len(counts) != 1:
         raise ValueError(f"ranks started {sorted(counts)} collectives; all must start the same")
     clocks, places = [0.0] * len(traces), [0] * len(traces)
-    started: list[list[tuple[float, tuple[int, ...]]]] = [[] for _ in traces]
+    started: list[list[tuple[float, Start]]] = [[] for _ in traces]
     finished: list[float] = []
     wire_ms = 0.0
     while any(place < len(trace) for place, trace in zip(places, traces, strict=True)):
@@ -303,7 +350,7 @@ def simulate(traces: Sequence[Trace], link: Link) -> tuple[float, float]:
                 if isinstance(item, Work):
                     clocks[rank] += item.kernel_ms + item.other_ms
                 elif isinstance(item, Start):
-                    started[rank].append((clocks[rank], item.bytes_to))
+                    started[rank].append((clocks[rank], item))
                 elif item.index < len(finished):
                     clocks[rank] = max(clocks[rank], finished[item.index])
                 else:
@@ -311,7 +358,9 @@ def simulate(traces: Sequence[Trace], link: Link) -> tuple[float, float]:
                 places[rank] += 1
         while len(finished) < min(len(starts) for starts in started):
             calls = [starts[len(finished)] for starts in started]
-            duration = link.collective_ms([bytes_to for _, bytes_to in calls])
+            duration = link.collective_ms(
+                [start.bytes_to for _, start in calls], is_all_gather=calls[0][1].is_all_gather
+            )
             begin = max([*(at for at, _ in calls), *finished[-1:]])
             finished.append(begin + duration)
             wire_ms += duration

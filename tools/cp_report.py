@@ -74,11 +74,9 @@ COLUMNS = (
 
 def cells(line: Line, lines: Sequence[Line]) -> list[str]:
     """One row of the table."""
-    if line.note:
-        return [line.workload, str(line.cp_size), line.method, line.note]
     return [
         line.workload, str(line.cp_size), line.method, _text(line.forward_ms, ".3g"),
-        _text(line.backward_ms, ".3g"), _text(line.tflops, ".0f"), _percent(line.ideal_share),
+        _text(line.backward_ms, ".3g"), _text(line.tflops, ".3g"), _percent(line.ideal_share),
         _percent(line.compute_share), _text(line.kernel_imbalance, ".3f"),
         _percent(line.other_share), _text(line.sent_mb, ".1f"), _text(line.wire_ms, ".3g"),
         _text(line.exposed_ms, ".3g"), _text(line.peak_gib, ".2f"),
@@ -101,13 +99,21 @@ def print_lines(lines: Sequence[Line], caption: str) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
     console.print(table)
+    for note in notes(lines):
+        console.print(note)
+
+
+def notes(lines: Sequence[Line]) -> list[str]:
+    """Which lines have no figures, and why."""
+    return [f"{x.workload}, {x.method} at cp {x.cp_size}: {x.note}" for x in lines if x.note]
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """The same table for a results file."""
+    """The same table for a results file, and the notes below it."""
     rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
     rows += [cells(line, lines) for line in lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    table = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*table, *(f"\n{note}" for note in notes(lines))])
 
 
 def _text(value: float | None, form: str) -> str:

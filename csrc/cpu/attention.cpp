@@ -131,7 +131,9 @@ void merge_row_head(const MergeParams& params, const Isa& isa, int64_t row, int6
     const int32_t num_slots = params.part_ptr[row + 1] - params.part_ptr[row];
     float max = *lse;
     for (int32_t i = 0; i < num_slots; ++i) {
-        max = std::max(max, *float_at(params.part_lse, slots[i], head));
+        const float value = *float_at(params.part_lse, slots[i], head);
+        // Not std::max, which drops NaN: beside empty partials the row would pass for empty.
+        if (value > max || std::isnan(value)) max = value;
     }
     if (max == kEmpty) {
         std::fill(out, out + num_values, 0.0f);

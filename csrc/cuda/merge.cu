@@ -149,7 +149,8 @@ __global__ void __launch_bounds__(Traits::kMaxThreads)
     for (int first = 0; first < list.count; first += Traits::kInFlight) {
         add_parts<Traits>(params, list, first, head, column, &merged);
     }
-    const bool is_empty = merged.max == -INFINITY;
+    // The largest lse has weight 1. Not max == -INFINITY, which also holds beside NaN.
+    const bool is_empty = merged.sum == 0.0f;
 #pragma unroll
     for (int c = 0; c < kVector; ++c) {
         merged.out.x[c] = is_empty ? 0.0f : merged.out.x[c] / merged.sum;

@@ -78,11 +78,18 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def choose_backend(wanted: str, device: torch.device, local_size: int) -> str:
-    """NCCL where each local rank has a GPU of its own, gloo elsewhere, unless one is asked for."""
-    if wanted != "auto":
-        return wanted
-    has_own_gpu = device.type == "cuda" and torch.cuda.device_count() >= local_size
-    return "nccl" if has_own_gpu else "gloo"
+    """NCCL where each local rank has a GPU of its own, gloo elsewhere, unless one is asked for.
+
+    Raises:
+        ValueError: NCCL is wanted and a local rank has no GPU of its own.
+    """
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if wanted == "nccl" and num_gpus < local_size:
+        raise ValueError(
+            f"--backend nccl needs a GPU for each local rank, got {num_gpus} GPUs for "
+            f"{local_size}; leave --backend out to have gloo take their place"
+        )
+    return ("nccl" if num_gpus >= local_size else "gloo") if wanted == "auto" else wanted
 
 
 @contextlib.contextmanager

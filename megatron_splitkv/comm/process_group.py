@@ -34,7 +34,7 @@ class ProcessGroupTransport:
 
     def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
         """See `Transport.exchange`."""
-        received = rows.new_empty(sum(recv_counts), rows.shape[1])
+        received = _empty_like(rows, sum(recv_counts))
         work = dist.all_to_all_single(
             received, rows, list(recv_counts), list(send_counts), group=self.group, async_op=True
         )
@@ -42,9 +42,14 @@ class ProcessGroupTransport:
 
     def all_gather(self, rows: Tensor) -> Pending:
         """See `Transport.all_gather`."""
-        gathered = rows.new_empty(self.size * len(rows), rows.shape[1])
+        gathered = _empty_like(rows, self.size * len(rows))
         work = dist.all_gather_into_tensor(gathered, rows, group=self.group, async_op=True)
         return _pending(gathered.view(self.size, *rows.shape), work)
+
+
+def _empty_like(rows: Tensor, num_rows: int) -> Tensor:
+    """Pinned where `rows` are, for whoever copies from there to a GPU without waiting."""
+    return rows.new_empty(num_rows, rows.shape[1], pin_memory=rows.is_pinned())
 
 
 def _pending(tensor: Tensor, work: dist.Work | None) -> Pending:

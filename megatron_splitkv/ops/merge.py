@@ -28,8 +28,9 @@ def merge_partials_(
     """Merges into each row of a running result its partials over further, disjoint keys. In place.
 
     Row t merges the partials `part_slots[part_ptr[t]:part_ptr[t + 1]]` in that order, after the
-    running result. A partial with lse = -inf is not read, its out may hold NaN. A row whose only
-    non-empty partial is one takes that partial bitwise; a row with none becomes (0, -inf).
+    running result. A partial with lse = -inf is not read, its out may hold NaN; NaN in an lse makes
+    the row NaN. A row whose only non-empty partial is one takes that partial bitwise; a row with
+    none becomes (0, -inf).
 
     Args:
         out: running output, `[T, H, Dv]`, fp32, overwritten.

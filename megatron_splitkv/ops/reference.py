@@ -82,8 +82,8 @@ def merge_partials_(
         weights = torch.exp(lses - top)
         total = weights.sum(dim=0)
         # Not weights * outs: an empty partial has weight 0 and may hold NaN.
-        weighted = torch.where(weights[..., None] > 0, weights[..., None] * outs, 0.0)
-        out[row] = weighted.sum(dim=0) / torch.where(total > 0, total, 1.0)[:, None]
+        weighted = torch.where(weights[..., None] == 0, 0.0, weights[..., None] * outs)
+        out[row] = weighted.sum(dim=0) / torch.where(total == 0, 1.0, total)[:, None]
         lse[row] = top + torch.log(total)
 
 

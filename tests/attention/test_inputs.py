@@ -182,3 +182,30 @@ def test_second_derivatives_are_refused():
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [
+        (("float64",) * 3, "q has dtype torch.float64, needs that of q: float32, bfloat16 or"),
+        (("bfloat16", "float32", "bfloat16"), "k has dtype torch.float32, needs that of q"),
+        (("bfloat16", "bfloat16", "float32"), "v has dtype torch.float32, needs that of q"),
+    ],
+)
+def test_dtypes_are_refused_before_a_row_travels(dtypes, message):
+    layout = build_layout(make_plan([8], 2, block_size=2), 0)
+    q, k, v = (torch.zeros(4, 2, 16, dtype=getattr(torch, name)) for name in dtypes)
+    context = SplitKVContext(layout=layout, transport=Untouched())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        splitkv_attention(q, k, v, context)
+
+
+class Untouched:
+    """A transport that nothing may reach."""
+
+    rank, size = 0, 2
+
+    def exchange(self, rows, send_counts, recv_counts):
+        raise AssertionError("rows travelled")
+
+    all_gather = exchange

@@ -1,5 +1,7 @@
 """Transports, all against the same hand-made answer, and which of them a group gives."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,6 +84,53 @@ def test_nccl_is_not_replaced_in_silence(device):
     for message in run_gloo(2, chosen_on_gloo, device, "nccl"):
         assert "transport='nccl' needs a process group with that backend, got gloo for" in message
         assert f"tensors on {device}; give --distributed-backend nccl" in message
+
+
+class Pinned:
+    """Rows that say they are pinned, and what is asked of their kind."""
+
+    shape = (4, 16)
+
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return self.shape[0]
+
+    def is_pinned(self):
+        return True
+
+    def new_empty(self, *shape, pin_memory):
+        self.asked.append((shape, pin_memory))
+        return torch.empty(shape, dtype=torch.uint8)
+
+
+def pinned_body() -> list[tuple[tuple[int, int], bool]]:
+    """What both collectives ask for when given pinned rows; nothing is sent."""
+    rows, transport = Pinned(), ProcessGroupTransport(group=dist.group.WORLD)
+    with (
+        mock.patch.object(dist, "all_to_all_single", return_value=None),
+        mock.patch.object(dist, "all_gather_into_tensor", return_value=None),
+    ):
+        transport.exchange(rows, [1, 3], [2, 7])
+        transport.all_gather(rows)
+    return rows.asked
+
+
+def test_pinned_rows_are_received_as_pinned():
+    """The copy to the GPU behind them does not wait, so the allocator must know their memory."""
+    assert run_gloo(2, pinned_body) == [[((9, 16), True), ((8, 16), True)]] * 2
+
+
+def chosen_of_both() -> list[str]:
+    """What a group with a backend for each device gives, on the CPU."""
+    with mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"):
+        wanted = [("cpu", "auto"), ("cpu", "gloo"), ("cuda", "auto"), ("cuda", "nccl")]
+        return [chosen_on_gloo(*each) for each in wanted]
+
+
+def test_a_group_with_a_backend_for_each_device():
+    assert run_gloo(2, chosen_of_both) == [["ProcessGroupTransport"] * 4] * 2
 
 
 # One GPU: simulated ranks on streams of their own, and processes that stage through the host.

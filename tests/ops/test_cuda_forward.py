@@ -192,6 +192,18 @@ def test_capture_in_a_graph_and_on_a_side_stream() -> None:
         assert torch.equal(lse, expected_lse)
 
 
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+def test_nan_of_a_query_reaches_its_row(dims: tuple[int, int]) -> None:
+    """All its scores are NaN, so its largest score stays -inf, as if it saw no key."""
+    shape = Shape(rows=70, keys=400, dim_qk=dims[0], dim_v=dims[1])
+    case = make_cuda_case(shape, intervals="full")
+    case.q[5] = torch.nan
+    out, lse = forward(case)
+    assert out[5].isnan().all() and lse[5].isnan().all()
+    others = [row for row in range(70) if row != 5]
+    assert not out[others].isnan().any() and not lse[others].isnan().any()
+
+
 def test_refusals() -> None:
     case = make_cuda_case(Shape(dim_qk=128, dim_v=128))
     with pytest.raises(ValueError, match=r"work=None, but q is on cuda:0"):

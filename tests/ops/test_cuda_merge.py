@@ -41,6 +41,20 @@ def test_merge_equals_the_cpu(
     torch.testing.assert_close(cuda_lse.cpu(), lse, rtol=1e-6, atol=2e-6)
 
 
+def test_nan_is_not_taken_for_empty() -> None:
+    """Rows: NaN beside an empty running result, NaN after 8 empty partials, nothing at all."""
+    counts = torch.tensor([0, 1, 10, 12])
+    part_lse = torch.full((12, 1), -torch.inf)
+    part_lse[[0, 9]] = torch.nan
+    out, lse = torch.ones(3, 1, 8, device="cuda"), torch.full((3, 1), -torch.inf, device="cuda")
+    slots = torch.arange(12, dtype=torch.int32).cuda()
+    merge_partials_(
+        out, lse, torch.ones(12, 1, 8).cuda(), part_lse.cuda(), counts.int().cuda(), slots
+    )
+    assert lse[:2].isnan().all() and out[:2].isnan().all()
+    assert lse[2] == -torch.inf and (out[2] == 0).all()
+
+
 def test_single_partial_is_kept_bitwise() -> None:
     out = torch.full((5, 2, 128), torch.nan, device="cuda")
     lse = torch.full((5, 2), -torch.inf, device="cuda")

@@ -45,6 +45,16 @@ def test_only_empty_partials_give_zero(count: int) -> None:
     assert (out == 0.0).all()
 
 
+@pytest.mark.parametrize(
+    "lses", [(EMPTY, math.nan), (EMPTY, EMPTY, math.nan), (math.nan, EMPTY), (2.0, math.nan)]
+)
+def test_nan_is_not_taken_for_empty(lses: tuple[float, ...]) -> None:
+    """A row that sees a key with NaN and lives on a rank without keys of its own."""
+    lse, out = _merge_values([(lse, 1.0) for lse in lses])
+    assert math.isnan(lse)
+    assert out.isnan().all()
+
+
 def test_very_negative_lse_is_not_taken_for_empty() -> None:
     """Weights must not be taken from the rounded lse: its unit is 0.0078 here."""
     lse, out = _merge_values([(-1e5, 1.0), (-1e5, 3.0)])

@@ -35,3 +35,18 @@ def test_figures_of_a_small_document(monkeypatch, tmp_path, capsys):
         assert errors["fp32"][-1] == pytest.approx(errors["fp32"][0], rel=1e-2)
         assert errors["fp16"][-1] < 1.05 * errors["fp16"][0]
         assert errors["bf16"][-1] > 1.25 * errors["bf16"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--length 0", "0 must be a whole number, 1 or more"),
+        ("--heads 4 3", "kv heads must divide query heads"),
+        ("--json /no/such/x", "in a folder that exists"),
+    ],
+)
+def test_wrong_options_are_named(options, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench_wire", *options.split()])
+    with pytest.raises(SystemExit, match="2"):
+        bench_wire.main()
+    assert message in capsys.readouterr().err

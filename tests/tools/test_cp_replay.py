@@ -4,28 +4,36 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from cp_baselines import METHODS
+from cp_measure import _Replayed
+from cp_methods import RankInputs
 from cp_replay import (
     Link,
     Recorder,
     ReplayTransport,
     Start,
     Wait,
+    WaitingTransport,
     Work,
     bytes_sent,
     compute_ms,
     median_trace,
     simulate,
 )
+from cp_workloads import Workload
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
 from megatron_splitkv.checks.processes import free_port
+from megatron_splitkv.comm import Pending
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
-from megatron_splitkv.plan import make_plan
+from megatron_splitkv.ops import partial_attention
+from megatron_splitkv.plan import Causal, make_plan
 from megatron_splitkv.plan.report import AttentionShape, report_plan
 
 TOOL = Path(__file__).resolve().parents[2] / "tools/bench_cp.py"
@@ -48,6 +56,18 @@ def test_a_collective_takes_as_long_as_its_busiest_link():
     assert LINK.collective_ms(outside) == pytest.approx(10.5)
     into_one = [[0] * 4, [MB, 0, 0, 0], [MB, 0, 0, 0], [MB, 0, 0, 0]]
     assert LINK.collective_ms(into_one) == pytest.approx(20.5)  # two of them over the network
+
+
+def test_what_all_get_alike_crosses_to_each_other_host_once():
+    """Each of 4 ranks gives 1 MB: a host of 2 needs 2 MB of the other, 1 MB by each adapter."""
+    alike = [[0 if rank == peer else MB for peer in range(4)] for rank in range(4)]
+    assert LINK.collective_ms(alike) == pytest.approx(20.5)
+    assert LINK.collective_ms(alike, is_all_gather=True) == pytest.approx(10.5)
+    # The last host is one rank, which must fetch all for itself.
+    odd = [row[:3] for row in alike[:3]]
+    assert LINK.collective_ms(odd, is_all_gather=True) == pytest.approx(20.5)
+    traces = [[Start(bytes_to=tuple(row), is_all_gather=True), Wait(index=0)] for row in alike]
+    assert simulate(traces, LINK)[0] == pytest.approx(10.5)
 
 
 def test_compute_hides_the_wire_and_the_rest_is_waited_for():
@@ -95,6 +115,59 @@ def test_rows_that_are_made_up_take_no_time_of_the_rank(monkeypatch):
     assert recorder.trace() == [
         work(0, 1000.0), Start(bytes_to=(0, 24)), work(0, 2000.0), Wait(index=0), work(0, 1000.0),
     ]  # fmt: skip
+
+
+class SlowTransport:
+    """A group of one rank whose collectives take a while."""
+
+    rank, size = 0, 1
+
+    def exchange(self, rows, send_counts, recv_counts):
+        def wait():
+            time.sleep(0.2)
+            return rows
+
+        return Pending(wait)
+
+
+def test_waiting_is_no_kernel_time():
+    recorder = Recorder(CPU)
+    transport = WaitingTransport(SlowTransport(), recorder)
+    rows = torch.ones(4, 16, dtype=torch.uint8)
+    q = torch.ones(1, 1, 16)
+    begin, end = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with recorder:
+        pending = transport.exchange(rows, [4], [4])
+        partial_attention(q, q, q, begin, end, softmax_scale=1.0)
+        pending.wait()
+        torch.zeros(1)
+    kernel_ms, other_ms = compute_ms(recorder.trace())
+    assert kernel_ms < 100 and other_ms >= 200
+
+
+def test_a_run_with_launch_gaps_is_made_again():
+    runs = iter([False, True, True, True])  # which pauses are long enough: first forward is not
+
+    class Pauses:
+        def run(self, name, body, *, is_timed):
+            body()
+            return next(runs)
+
+    method = METHODS["split-kv"](small_workload(), 1, SplitKVConfig())
+    x = torch.ones(8, 1, 16)
+    replayed = _Replayed(
+        part=method.part(0, None, CPU), inputs=RankInputs(q=x, k=x, v=x, dout=x),
+        recorder=Recorder(CPU), transport=None,
+    )  # fmt: skip
+    assert replayed.run("test", Pauses(), is_timed=True)
+    assert len(replayed.forward) == len(replayed.backward) == 1
+    assert next(runs, None) is None
+    runs = iter([False] * 100)
+    assert not replayed.run("test", Pauses(), is_timed=True)
+
+
+def small_workload() -> Workload:
+    return Workload(name="test", doc_lens=(8,), queries=Causal(), heads=(1, 1), head_dim=16)
 
 
 def test_median_of_runs():
@@ -162,7 +235,11 @@ def test_replay_command(tmp_path):
     for line in lines:
         assert line["step_ms"] > 0 and line["sent_mb"] > 0 and line["kernel_imbalance"] >= 1
         assert 0 < line["other_share"] < 1 and line["wire_ms"] > 0
-    assert table.read_text().count("\n") == 2 + 8
+    written = table.read_text().splitlines()
+    assert sum(line.startswith("|") for line in written) == 2 + 8
+    assert len({line.count("|") for line in written[:10]}) == 1
+    assert "ulysses at cp 4: 6 query heads do not divide over 4 ranks" in written[-1]
+    assert "ulysses at cp 4: 6 query heads" in out
 
 
 def test_real_command(tmp_path):
@@ -183,10 +260,24 @@ def test_real_command(tmp_path):
         assert line["mode"] == "real" and line["step_ms"] > 0 and line["sent_mb"] > 0
 
 
+def test_replay_is_not_run_by_every_process():
+    shared = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    process = run("replay", *SMALL, **shared)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and "replay is one process" in err
+
+
 def test_wrong_options_are_named():
     for arguments, message in (
         (("replay", "--lengths", "64", "--heads", "3/2"), "kv heads must divide query heads"),
-        (("replay", "--stages", "0", "--lengths", "64"), "num_stages=0 must be at least 1"),
+        (("replay", "--stages", "0", "--lengths", "64"), "0 must be a whole number, 1 or more"),
+        (("replay", "--rounds", "0", "--lengths", "64"), "0 must be a whole number, 1 or more"),
+        (("replay", "--host-gbs", "0", "--lengths", "64"), "0 must be a number above 0"),
+        (("replay", "--lengths", "64", "--workloads", "32k"), "exclude each other"),
+        (("replay", "--heads", "4/2"), "--heads describes a workload of its own"),
+        (("replay", "--lengths", "64", "--json", "/no/such/x"), "in a folder that exists"),
+        (("real", "--lengths", "64", "--cp", "2"), "--cp is for replay"),
+        (("real", "--lengths", "64"), "real needs ranks"),
     ):
         process = run(*arguments, "--device", "cpu")
         _, err = process.communicate(timeout=60)

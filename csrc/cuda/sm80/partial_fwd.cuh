@@ -204,7 +204,8 @@ class ForwardCta {
         const int m = warp_row + kM * kMmaRows + first_row_of_lane() + 8 * kRow;
         const TileRow at = tile_row(smem.work, params.heads_per_tile, m);
         if (!at.is_valid) return;
-        const bool is_empty = smem.keys[m].length == 0 || max[kM][kRow] == -INFINITY;
+        // The largest score adds 1 to the sum. Not max == -INFINITY, which also holds for NaN.
+        const bool is_empty = smem.keys[m].length == 0 || total == 0.0f;
         const bool is_part = smem.work.item.part_row >= 0;
         const Rows& target = is_part ? params.part_out : params.out;
         const Rows& lse = is_part ? params.part_lse : params.lse;

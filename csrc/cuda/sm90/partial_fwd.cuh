@@ -80,7 +80,8 @@ SPLITKV_DEVICE void store_row(const ForwardKernelParams& params, const TileWork&
     constexpr float kLn2 = 0.693147180559945309f;
     const float sum = quad_sum(consumer.state.sum[kRow]);
     const float max = consumer.state.max[kRow];
-    const bool is_empty = consumer.rows.is_empty(kRow) || max == -INFINITY;
+    // The largest score adds 1 to the sum. Not max == -INFINITY, which also holds for NaN alone.
+    const bool is_empty = consumer.rows.is_empty(kRow) || sum == 0.0f;
     if (!at.is_valid[kRow]) return;
     const bool is_part = work.part_row >= 0;
     const Rows& out = is_part ? params.part_out : params.out;
