@@ -31,6 +31,8 @@ class SplitKVConfig:
             instead of gathering them again: less traffic, more memory.
         balance_tolerance: share by which the dearest rank may exceed the mean cost before the
             planner cuts documents that it could have kept whole.
+        ranks_per_node: consecutive context-parallel ranks of one node: documents keep to few nodes,
+            so that few rows cross between them. None takes all ranks for equally near.
         check_plan: "first" compares plan fingerprints over the group on a group's first batch,
             "always" on each new plan.
         mtp_normalization: "global" scales multi-token-prediction losses by token counts of the
@@ -44,6 +46,7 @@ class SplitKVConfig:
     transport: str = "auto"
     keep_queries: bool = False
     balance_tolerance: float = 0.001
+    ranks_per_node: int | None = None
     check_plan: str = "first"
     mtp_normalization: str = "global"
 
@@ -62,6 +65,11 @@ class SplitKVConfig:
         if not 0.0 <= self.balance_tolerance <= 1.0:
             raise ValueError(
                 f"balance_tolerance={self.balance_tolerance} must lie in [0, 1]; 0.001 is 0.1 %"
+            )
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ValueError(
+                f"ranks_per_node={self.ranks_per_node} must be at least 1; leave it out where all "
+                "ranks are equally near"
             )
         _check_choice("check_plan", self.check_plan, ("first", "always"))
         _check_choice("mtp_normalization", self.mtp_normalization, ("global", "megatron"))

@@ -50,6 +50,7 @@ def test_is_a_value():
         ({"transport": "mpi"}, "transport='mpi' is unknown; choose one of auto, nccl, gloo"),
         ({"balance_tolerance": 1.5}, "balance_tolerance=1.5 must lie in [0, 1]"),
         ({"balance_tolerance": float("nan")}, "balance_tolerance=nan must lie in [0, 1]"),
+        ({"ranks_per_node": 0}, "ranks_per_node=0 must be at least 1; leave it out"),
         ({"check_plan": "never"}, "check_plan='never' is unknown; choose one of first, always"),
         ({"mtp_normalization": "x"}, "mtp_normalization='x' is unknown; choose one of global"),
     ],

@@ -121,6 +121,15 @@ def _add_exchange_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
         "on one rank are cut; 0.05 is five percent (default: %(default)s)",
     )
     group.add_argument(
+        "--splitkv-ranks-per-node",
+        type=int,
+        default=defaults.ranks_per_node,
+        metavar="N",
+        help="consecutive context-parallel ranks that share a node, such as 8 without tensor "
+        "parallelism, 4 with --tensor-model-parallel-size 2: documents keep to few nodes "
+        "(default: none, all ranks are equally near)",
+    )
+    group.add_argument(
         "--splitkv-check-plan",
         default=defaults.check_plan,
         metavar="{first,always}",
@@ -150,6 +159,7 @@ def splitkv_config_from_args(args: Namespace) -> SplitKVConfig:
         transport=args.splitkv_transport,
         keep_queries=args.splitkv_keep_queries,
         balance_tolerance=args.splitkv_balance_tolerance,
+        ranks_per_node=args.splitkv_ranks_per_node,
         check_plan=args.splitkv_check_plan,
         mtp_normalization=args.splitkv_mtp_normalization,
     )
@@ -171,6 +181,7 @@ def validate_splitkv_args(args: Namespace) -> list[str]:
     _check_impl(args.context_parallel_impl)
     splitkv_config_from_args(args)
     refuse_unsupported_args(args)
+    _check_nodes(args)
     _check_lengths(args)
     _check_rotary(args)
     if is_packed(args):
@@ -210,6 +221,15 @@ def _check_impl(impl: str) -> None:
     if impl not in IMPLEMENTATIONS:
         raise ValueError(
             f"--context-parallel-impl {impl} is unknown; choose one of {', '.join(IMPLEMENTATIONS)}"
+        )
+
+
+def _check_nodes(args: Namespace) -> None:
+    per_node, cp_size = args.splitkv_ranks_per_node, args.context_parallel_size
+    if per_node is not None and cp_size % per_node:
+        raise ValueError(
+            f"--splitkv-ranks-per-node={per_node} must divide --context-parallel-size={cp_size}: "
+            "nodes hold equally many ranks of a group; leave it out if a group fits on one node"
         )
 
 

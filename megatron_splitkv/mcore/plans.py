@@ -23,7 +23,7 @@ from megatron_splitkv.comm import (
 )
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
-from megatron_splitkv.plan import Causal, Plan, PlanCache, Queries, make_plan
+from megatron_splitkv.plan import Causal, Machine, Plan, PlanCache, Queries, make_plan
 
 MAX_PLAN_BYTES = 16 << 20  # packed plans also live by their tensor
 
@@ -148,6 +148,7 @@ class PlanBook:
             queries=self.queries,
             block_size=self.config.block_size,
             tolerance=self.config.balance_tolerance,
+            machine=Machine(ranks_per_node=self.config.ranks_per_node),
         )
 
     def _check(self, plan: Plan, cp_group: ProcessGroup, device: torch.device) -> None:

@@ -39,8 +39,8 @@ def test_every_argument_reaches_the_config(parse):
     args = parse(
         "--splitkv-block-size 128 --splitkv-stages 2 --splitkv-partial-dtype bf16 "
         "--splitkv-transport gloo "
-        "--splitkv-keep-queries --splitkv-balance-tolerance 0.05 --splitkv-check-plan always "
-        "--splitkv-mtp-normalization megatron"
+        "--splitkv-keep-queries --splitkv-balance-tolerance 0.05 --splitkv-ranks-per-node 4 "
+        "--splitkv-check-plan always --splitkv-mtp-normalization megatron"
     )
     assert arguments.splitkv_config_from_args(args) == SplitKVConfig(
         block_size=128,
@@ -49,6 +49,7 @@ def test_every_argument_reaches_the_config(parse):
         transport="gloo",
         keep_queries=True,
         balance_tolerance=0.05,
+        ranks_per_node=4,
         check_plan="always",
         mtp_normalization="megatron",
     )
@@ -81,6 +82,11 @@ def test_yaml_is_refused():
         ),
         ("--splitkv-transport mpi", r"transport='mpi' is unknown; choose one of auto, nccl, gloo"),
         ("--splitkv-stages 0", r"num_stages=0 must be at least 1"),
+        (
+            "--splitkv-ranks-per-node 3",
+            r"--splitkv-ranks-per-node=3 must divide --context-parallel-size=\d",
+        ),
+        ("--splitkv-ranks-per-node 0", r"ranks_per_node=0 must be at least 1"),
         ("--splitkv-balance-tolerance 2", r"balance_tolerance=2.0 must lie in \[0, 1\]"),
         ("--splitkv-check-plan never", r"check_plan='never' is unknown"),
         ("--context-parallel-impl ring", r"impl ring is unknown"),
@@ -225,7 +231,7 @@ def test_stock_context_parallelism_needs_a_gpu(parse, monkeypatch, has_gpu, has_
 
 def test_every_argument_has_help_with_its_default(parser):
     ours = [a for a in parser._actions if any("--splitkv-" in o for o in a.option_strings)]
-    assert len(ours) == 8
+    assert len(ours) == 9
     assert all("default" in (action.help or "") for action in ours)
 
 

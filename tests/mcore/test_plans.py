@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.mcore.plans import PlanBook
-from megatron_splitkv.plan import Causal, Window
+from megatron_splitkv.plan import Causal, Machine, Window, make_plan
 from tests.gloo import run_gloo
 
 
@@ -28,6 +28,24 @@ def transports_of_layers() -> bool:
 
 def test_all_layers_share_one_transport():
     assert run_gloo(2, transports_of_layers) == [True, True]
+
+
+NODES = ([3000, 2000, 900, 800, 700, 500, 200, 92], 4)
+
+
+def packed_by_nodes() -> bool:
+    """Whether the book's plan is that of the configured nodes."""
+    lens, cp_size = NODES
+    book = PlanBook(SplitKVConfig(ranks_per_node=2))
+    ends = torch.tensor([0, *lens]).cumsum(0).int()
+    plan = book.packed(ends, dist.group.WORLD)
+    return plan == make_plan(lens, cp_size, machine=Machine(ranks_per_node=2))
+
+
+def test_nodes_of_the_configuration_reach_the_plan():
+    lens, cp_size = NODES
+    assert make_plan(lens, cp_size) != make_plan(lens, cp_size, machine=Machine(ranks_per_node=2))
+    assert run_gloo(cp_size, packed_by_nodes) == [True] * cp_size
 
 
 def missing_backend() -> str:
