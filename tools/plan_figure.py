@@ -55,7 +55,7 @@ def plot_plan(plan: Plan, before: Sequence[int], path: Path) -> None:
     image = traffic.imshow(rows, cmap="viridis", interpolation="nearest")
     figure.colorbar(image, ax=traffic, shrink=0.8, label="query rows")
     traffic.set(title="query rows that travel", xlabel="to rank", ylabel="from rank")
-    for axis in (loads.xaxis, traffic.xaxis, traffic.yaxis):
+    for axis in (documents.yaxis, loads.xaxis, traffic.xaxis, traffic.yaxis):
         axis.get_major_locator().set_params(integer=True, nbins=MAX_LABELS)
     try:
         figure.savefig(path, dpi=120)
