@@ -109,7 +109,10 @@ def splitkv_attention(
         )
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     block_k, block_v = block_kv or (None, None)
-    return _SplitKVAttention.apply(q, k, v, block_k, block_v, sink, _Call(context, scale))
+    # Not in inference, nor in a forward pass that recompute will repeat.
+    keeps_queries = context.config.keep_queries and torch.is_grad_enabled()
+    call = _Call(context, scale, keeps_queries)
+    return _SplitKVAttention.apply(q, k, v, block_k, block_v, sink, call)
 
 
 def _check_tensors(
@@ -144,6 +147,7 @@ def _check_tensors(
 class _Call(NamedTuple):
     context: SplitKVContext
     softmax_scale: float
+    keeps_queries: bool
 
     @property
     def layout(self) -> ShardLayout:
@@ -262,7 +266,7 @@ def _forward(
 
     def attend_gathered(stage: ExchangeStage, packed: Tensor) -> Tensor:
         (rows,) = query_format.unpack(packed)
-        if call.context.config.keep_queries:
+        if call.keeps_queries:
             kept.append(rows)
         return partial_format.pack(
             *attend(rows, keys, stage.intervals, partial_format.compute_dtype)

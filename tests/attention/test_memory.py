@@ -75,3 +75,18 @@ def test_kept_queries_are_all_that_stays():
     assert group.run(lambda transport: body(transport, False)) == [results] * 4
     kept = 3 * rows * 32 * 2
     assert group.run(lambda transport: body(transport, True)) == [results + kept] * 4
+
+
+def test_queries_are_not_kept_where_no_backward_follows():
+    plan = make_plan([LENGTH], 4, queries=Full(), block_size=64)
+    inputs = random_inputs(plan, HEADS, torch.bfloat16)
+
+    def peak(transport, keep_queries):
+        config = SplitKVConfig(num_stages=3, keep_queries=keep_queries)
+        with torch.no_grad(), LiveBytes() as alive:
+            RankCall(plan, inputs, transport, config).forward()
+        return alive.peak
+
+    group = ThreadGroup(4)
+    plain, keeping = (group.run(lambda t, k=k: peak(t, k)) for k in (False, True))
+    assert keeping == plain
