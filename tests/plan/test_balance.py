@@ -181,6 +181,14 @@ def test_nodes_keep_rows_at_home():
     assert far[1] < far[0]
 
 
+def test_nodes_cost_no_balance():
+    """What a node takes too much or too little of, its ranks bear alike."""
+    for seed in range(30):
+        lens = np.random.default_rng(seed).lognormal(7.8, 1.06, 40).astype(int).tolist()
+        plan = make_plan(lens, 8, machine=Machine(ranks_per_node=4))
+        assert max_over_mean(plan.costs) <= 1.001, seed
+
+
 def test_rows_and_runs_are_balanced_where_they_cost():
     """The rank that attends with all rows of a document gets fewer pairs than the middle one."""
     machine = Machine(row_pairs=2000, run_pairs=10_000)
