@@ -56,6 +56,15 @@ def test_sixteen_blocks_a_rank_balance_to_a_tenth_of_a_percent(pack, queries):
     assert max(plan.tokens) - min(plan.tokens) <= 1
 
 
+@pytest.mark.parametrize("cp_size", [13, 16, 17])
+def test_many_whole_documents_balance_to_a_tenth_of_a_percent(cp_size):
+    """No document is long, the last ones fit nowhere, and splinters pile up while ranks level."""
+    for seed in range(100):
+        lens = np.random.default_rng(seed).lognormal(9.5, 1.2, 150).astype(int)
+        plan = make_plan(lens.clip(1, 100_000).tolist(), cp_size)
+        assert max_over_mean(plan.costs) <= 1.001, seed
+
+
 @settings(max_examples=100, deadline=None)
 @given(filled_packs(8), st.sampled_from([Causal(), Full(), Window(300), Suffix(700)]))
 def test_eight_blocks_a_rank_balance_to_a_percent(pack, queries):
