@@ -211,11 +211,17 @@ def test_several_packs_have_one_line_and_one_is_shown(tmp_path):
         ("a.json", '{"a": 1}', "a.json: must be a list of lengths"),
         ("a.txt", "1", "a.txt: use a file that ends in .json, .csv, .npy"),
         ("a.npy", "nonsense", "a.npy: "),
+        ("a.npy", "", "a.npy: "),
+        ("a.npy", "PK\x03\x04", "a.npy: "),  # an .npz by another name
+        ("a.json", "[]", "a.json: holds no lengths"),
+        ("a.json", f"[1{'0' * 400}]", "must fit into 64 bits"),
+        ("a.json", "[" * 100_000, "a.json: maximum recursion depth"),
+        ("a.csv", b"\xff1,2\n", "a.csv: 'utf-8' codec can't decode"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(tmp_path, name, content, message):
     file = tmp_path / name
-    file.write_text(content)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
     run = run_tool("--file", str(file), "--cp", "2")
     assert run.returncode == 2
     assert message in run.stderr
