@@ -196,22 +196,52 @@ def test_nodes_cost_no_balance():
         lens = np.random.default_rng(seed).lognormal(7.8, 1.06, 40).astype(int).tolist()
         plan = make_plan(lens, 8, machine=Machine(ranks_per_node=4))
         assert max_over_mean(plan.costs) <= 1.001, seed
+        lens = np.random.default_rng(seed).lognormal(9.7, 0.8, 120).astype(int).tolist()
+        plan = make_plan(lens, 64, machine=Machine(ranks_per_node=8))
+        assert max_over_mean(plan.costs) <= 1.001, "both levels together"
+
+
+def test_cuts_fall_on_blocks_where_balance_allows():
+    cuts = make_plan([1_000_003], 3, block_size=512, tolerance=0.01).runs[:, 2]
+    assert len({cut for cut in cuts.tolist() if cut > 0 and cut % 512 == 0}) == 2
+
+
+def times(plan: Plan, machine: Machine) -> list[int]:
+    """Pairs, rows and runs of each rank, in pairs."""
+    runs = np.bincount(plan.runs[:, 0], minlength=plan.cp_size)
+    seen = plan_exchange(plan).counts.sum(axis=0)
+    costs = zip(plan.costs, seen.tolist(), runs.tolist(), strict=True)
+    return [cost + machine.row_pairs * row + machine.run_pairs * run for cost, row, run in costs]
 
 
 def test_rows_and_runs_are_balanced_where_they_cost():
     """The rank that attends with all rows of a document gets fewer pairs than the middle one."""
     machine = Machine(row_pairs=2000, run_pairs=10_000)
+    plain, fitted = (
+        times(make_plan([100_000], 8, machine=made_for), machine) for made_for in (None, machine)
+    )
+    assert max_over_mean(fitted) < max_over_mean(plain)
+    assert max_over_mean(fitted) < 1.01
+    assert max(fitted) < max(plain)
 
-    def times(plan: Plan) -> list[int]:
-        runs = np.bincount(plan.runs[:, 0], minlength=plan.cp_size)
-        seen = plan_exchange(plan).counts.sum(axis=0)
-        costs = zip(plan.costs, seen.tolist(), runs.tolist(), strict=True)
-        return [cost + 2000 * row + 10_000 * run for cost, row, run in costs]
 
-    plain, fitted = make_plan([100_000], 8), make_plan([100_000], 8, machine=machine)
-    assert max_over_mean(times(fitted)) < max_over_mean(times(plain))
-    assert max_over_mean(times(fitted)) < 1.01
-    assert max(times(fitted)) < max(times(plain))
+@pytest.mark.parametrize("speeds", [(1.0,) * 8, (1.0, 0.5, 0.8, 0.9)])
+@pytest.mark.parametrize("costs", [{"row_pairs": 2000}, {"run_pairs": 3_000_000}])
+def test_to_know_what_rows_and_runs_cost_is_never_slower(speeds, costs):
+    machine = Machine(rank_speeds=speeds, **costs)
+    slowest = np.zeros(2)
+    for seed in range(20):
+        lens = np.random.default_rng(seed).lognormal(8, 1, 12).astype(int).tolist()
+        plain, fitted = (
+            max(np.divide(times(plan, machine), speeds))
+            for plan in (
+                make_plan(lens, len(speeds), machine=Machine(rank_speeds=speeds)),
+                make_plan(lens, len(speeds), machine=machine),
+            )
+        )
+        assert fitted <= plain * (1 + 1e-6), seed
+        slowest += plain, fitted
+    assert slowest[1] < 0.995 * slowest[0]
 
 
 @pytest.mark.parametrize(
