@@ -173,6 +173,8 @@ def test_slow_ranks_get_less_cost_and_as_many_tokens():
     times = [cost / speed for cost, speed in zip(plan.costs, speeds, strict=True)]
     assert max(times) <= 1.002 * sum(plan.costs) / sum(speeds)
     assert max(plan.tokens) - min(plan.tokens) <= 1
+    tiny = Machine(rank_speeds=tuple(speed * 1e-6 for speed in speeds))
+    assert make_plan([50_000, 30_000, 700], 4, machine=tiny) == plan
     equal = make_plan([50_000, 30_000, 700], 4, machine=Machine(rank_speeds=(2.0,) * 4))
     assert equal == make_plan([50_000, 30_000, 700], 4)
 
@@ -199,6 +201,17 @@ def test_nodes_cost_no_balance():
         lens = np.random.default_rng(seed).lognormal(9.7, 0.8, 120).astype(int).tolist()
         plan = make_plan(lens, 64, machine=Machine(ranks_per_node=8))
         assert max_over_mean(plan.costs) <= 1.001, "both levels together"
+
+
+@pytest.mark.parametrize("num_docs", [100, 1000])
+def test_the_dearest_documents_stay_whole_and_apart(num_docs):
+    """Costs beyond 2^33 pairs, sorted by comparing and by digits."""
+    lens = np.random.default_rng(0).integers(100_000, 300_000, num_docs)
+    dearest = [70, 3, 41, 98]
+    lens[dearest] = [500_000, 490_000, 480_000, 470_000]
+    runs = make_plan(lens.tolist(), 4).runs.tolist()
+    ranks = sorted([run[0] for run in runs if run[1] == doc] for doc in dearest)
+    assert ranks == [[0], [1], [2], [3]]
 
 
 def test_cuts_fall_on_blocks_where_balance_allows():
