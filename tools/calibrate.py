@@ -13,6 +13,7 @@ examples:
 import argparse
 import datetime
 import itertools
+import math
 import platform
 import shlex
 import statistics
@@ -239,34 +240,63 @@ def print_fit(calibration: Calibration, samples: list[Sample], errors: list[floa
     Console(highlight=False).print(table)
 
 
-def main() -> int:
-    """Measures, fits, writes."""
-    args = build_parser().parse_args()
+def check_options(args: argparse.Namespace) -> None:
+    """Refuses, before minutes are spent on timing, what the end could not use.
+
+    Raises:
+        ValueError: a device that is not there, a folder that is not, or a link that is none.
+    """
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
+    if not args.output.absolute().parent.is_dir():
+        raise ValueError(f"--output {args.output}: its folder is not there")
+    if not 0.0 < args.link_gb_per_s < math.inf:
+        raise ValueError(f"--link-gb-per-s {args.link_gb_per_s} must be a number above 0")
+    if not 0.0 <= args.link_latency_us < math.inf:
+        raise ValueError(f"--link-latency-us {args.link_latency_us} must be a number at least 0")
+
+
+def calibrate(args: argparse.Namespace) -> None:
+    """Measures, fits, writes.
+
+    Raises:
+        ValueError: a bad option, or times that no calibration fits.
+        OSError: the file cannot be written.
+    """
+    check_options(args)
     is_gpu = torch.device(args.device).type == "cuda"
     args.smallest = args.smallest or (1024 if is_gpu else 64)
     samples = measure(args)
     (base, pair, row, run), errors = fit(samples)
-    try:
-        calibration = Calibration(
-            device=device_name(args.device),
-            dtype=args.dtype,
-            head_dim=args.head_dim,
-            num_heads_q=args.heads[0],
-            num_heads_kv=args.heads[1],
-            pair_ns=pair,
-            row_ns=row,
-            run_ns=run,
-            base_ns=base,
-            worst_error=max(abs(error) for error in errors),
-            link_gb_per_s=args.link_gb_per_s,
-            link_latency_us=args.link_latency_us,
-            source=source_of(),
-        )
-    except ValueError as error:
-        print(f"calibrate.py: error: {error}", file=sys.stderr)
-        return 2
+    calibration = Calibration(
+        device=device_name(args.device),
+        dtype=args.dtype,
+        head_dim=args.head_dim,
+        num_heads_q=args.heads[0],
+        num_heads_kv=args.heads[1],
+        pair_ns=pair,
+        row_ns=row,
+        run_ns=run,
+        base_ns=base,
+        worst_error=max(abs(error) for error in errors),
+        link_gb_per_s=args.link_gb_per_s,
+        link_latency_us=args.link_latency_us,
+        source=source_of(),
+    )
     args.output.write_text(calibration.to_json() + "\n")
     print_fit(calibration, samples, errors)
+
+
+def main() -> int:
+    """Returns the exit code; bad input is one line."""
+    args = build_parser().parse_args()
+    try:
+        calibrate(args)
+    except (ValueError, OSError) as error:
+        print(f"calibrate.py: error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

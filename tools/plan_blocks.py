@@ -308,7 +308,8 @@ def run(args: argparse.Namespace) -> None:
         plot_plan(shown.plan, contiguous(problem_of(shown)).costs, args.plot)
     steps: list[Step] = []
     if args.simulate and calibration is not None:
-        steps = simulate(shown.plan, shown.report, calibration)
+        machine = machine_of(args, calibration.machine)
+        steps = simulate(shown.plan, shown.report, calibration, machine, shown.tolerance)
     if args.json:
         figures = json_of(args, shown, all_planned)
         if steps:

@@ -61,6 +61,7 @@ DISTRIBUTIONS: dict[str, Lognormal | Histogram] = {
         about="bins of 13 million web documents",
     ),
 }  # fmt: skip
+INDEX_MAGIC = b"MMIDIDX\x00\x00"  # first bytes of a Megatron .idx file
 LONGEST_SHARE = 4  # no drawn document is longer than a quarter of its pack
 
 
@@ -91,16 +92,19 @@ def read_packs(path: Path) -> list[Pack]:
     readers = {".json": _read_json, ".csv": _read_csv, ".npy": _read_npy}
     if path.suffix not in readers:
         raise ValueError(f"{path}: use a file that ends in {', '.join(readers)}")
-    packs = list(readers[path.suffix](path))
-    if not packs:
+    try:
+        packs = list(readers[path.suffix](path))
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not any(packs):
         raise ValueError(f"{path}: holds no lengths")
     return packs
 
 
 def _is_length(value: object) -> TypeGuard[int | float]:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and value == int(value) and value >= 0
+    if isinstance(value, float):
+        return value.is_integer() and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _pack(values: Sequence[object], where: str) -> Pack:
@@ -148,7 +152,8 @@ def _read_csv(path: Path) -> Iterator[Pack]:
 
 def _read_npy(path: Path) -> Iterator[Pack]:
     try:
-        array = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if array.ndim not in (1, 2):
@@ -179,6 +184,9 @@ def packs_of_dataset(
     for suffix in (".idx", ".bin"):
         if not Path(prefix + suffix).is_file():
             raise ValueError(f"{prefix}{suffix} is not there; give the path without .idx")
+    with Path(prefix + ".idx").open("rb") as file:
+        if file.read(len(INDEX_MAGIC)) != INDEX_MAGIC:
+            raise ValueError(f"{prefix}.idx is no index of a Megatron dataset")
     try:
         from plan_dataset import first_samples
     except ImportError as error:

@@ -8,7 +8,7 @@ import numpy as np
 from plan_inputs import DISTRIBUTIONS, Pack, draw_pack, packs_of_dataset, read_packs
 
 from megatron_splitkv.config import PARTIAL_DTYPES
-from megatron_splitkv.plan import Anchors, Causal, Full, Machine, Queries, Suffix, Window
+from megatron_splitkv.plan import Anchors, Causal, Full, Machine, Prefix, Queries, Suffix, Window
 from megatron_splitkv.plan.report import DTYPE_BYTES
 
 MAX_CP_SIZE = 4096  # rows are counted for each pair of ranks
@@ -124,6 +124,9 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     mask.add_argument("--window", type=int, metavar="N", help="each row sees the last N keys")
     mask.add_argument("--full", action="store_true", help="each row sees its whole document")
     mask.add_argument(
+        "--prefix", type=int, metavar="N", help="rows see the first N keys and those before them"
+    )
+    mask.add_argument(
         "--suffix", type=int, metavar="N", help="only the last N rows of a document are queries"
     )
     mask.add_argument(
@@ -181,6 +184,8 @@ def packs_of(args: argparse.Namespace) -> list[Pack]:
     """
     if args.packs < 1 or args.tokens < 1 or args.seq_length < 1:
         raise ValueError("--packs, --tokens and --seq-length must be at least 1")
+    if args.seed < 0:
+        raise ValueError(f"--seed {args.seed} must be at least 0")
     if args.lengths is not None:
         return [args.lengths]
     if args.file is not None:
@@ -211,6 +216,8 @@ def query_spec(args: argparse.Namespace, pack: Pack) -> Queries:
     """
     if args.window is not None:
         return Window(args.window)
+    if args.prefix is not None:
+        return Prefix(tuple(min(args.prefix, length) for length in pack))
     if args.suffix is not None:
         return Suffix(args.suffix)
     if args.anchors is not None:

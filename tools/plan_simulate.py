@@ -1,10 +1,10 @@
 """A projection of layer time to more ranks, from a calibration. Nothing of it is measured."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from megatron_splitkv.plan import Plan, Queries, make_plan
+from megatron_splitkv.plan import Machine, Plan, Queries, make_plan
 from megatron_splitkv.plan.predict import Calibration, predict_layer
 from megatron_splitkv.plan.queries import Anchors
 from megatron_splitkv.plan.report import PlanReport
@@ -45,9 +45,13 @@ def _grown(plan: Plan, times: int) -> tuple[tuple[int, ...], Queries]:
     return tuple(length * times for length in plan.doc_lens), queries
 
 
-def simulate(plan: Plan, report: PlanReport, calibration: Calibration) -> list[Step]:
+def simulate(
+    plan: Plan, report: PlanReport, calibration: Calibration, machine: Machine, tolerance: float
+) -> list[Step]:
     """Weak scaling from the plan's group to 1024 ranks, doubling.
 
+    Args:
+        machine, tolerance: what the plan was made with; more ranks repeat the speeds.
     Raises:
         ValueError: the plan's own group is larger, or as `predict_layer`.
     """
@@ -59,8 +63,16 @@ def simulate(plan: Plan, report: PlanReport, calibration: Calibration) -> list[S
     while plan.cp_size * times <= MAX_SIMULATED_RANKS:
         lens, queries = _grown(plan, times)
         cp_size = plan.cp_size * times
-        grown = make_plan(lens, cp_size, queries=queries, machine=calibration.machine)
-        found = predict_layer(grown, report.shape, report.config, calibration)
+        speeds = machine.rank_speeds * times
+        grown = make_plan(
+            lens,
+            cp_size,
+            queries=queries,
+            block_size=report.config.block_size,
+            tolerance=tolerance,
+            machine=replace(machine, rank_speeds=speeds),
+        )
+        found = predict_layer(grown, report.shape, report.config, calibration, speeds)
         rate = sum(grown.costs) / cp_size / found.layer_us if found.layer_us else 0.0
         best = best or rate
         steps.append(
@@ -81,8 +93,9 @@ def simulate(plan: Plan, report: PlanReport, calibration: Calibration) -> list[S
 def table_of_steps(steps: list[Step], calibration: Calibration) -> Table:
     """The projection as a table that says what it is."""
     table = Table(
-        "ranks", "tokens", "documents", "compute us", "exchange us", "layer us", "efficiency",
-        title="PROJECTION of one attention layer, forward and backward; not measured",
+        "ranks", "tokens", "documents", "compute", "exchange", "layer", "efficiency",
+        title="PROJECTION of one attention layer, forward and backward, in ms; not measured",
+        pad_edge=False,
         caption=f"calibration: {calibration.device}, {calibration.dtype}, head dim "
         f"{calibration.head_dim}; link {calibration.link_gb_per_s:g} GB/s as given",
     )  # fmt: skip
@@ -91,7 +104,7 @@ def table_of_steps(steps: list[Step], calibration: Calibration) -> Table:
     for step in steps:
         table.add_row(
             f"{step.cp_size:,}", f"{step.num_tokens:,}", f"{step.num_documents:,}",
-            f"{step.compute_us:,.0f}", f"{step.exchange_us:,.0f}", f"{step.layer_us:,.0f}",
-            f"{step.efficiency:.1%}",
+            f"{step.compute_us / 1e3:,.2f}", f"{step.exchange_us / 1e3:,.2f}",
+            f"{step.layer_us / 1e3:,.2f}", f"{step.efficiency:.1%}",
         )  # fmt: skip
     return table

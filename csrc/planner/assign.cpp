@@ -89,10 +89,24 @@ Demand of_nodes(const Demand& ranks, int64_t ranks_per_node) {
     return nodes;
 }
 
-// What the ranks from `first` on are to take.
-Demand of_ranks(const Demand& ranks, int64_t first, int64_t count) {
-    return {{ranks.budgets.begin() + first, ranks.budgets.begin() + first + count},
-            {ranks.overhead.begin() + first, ranks.overhead.begin() + first + count}};
+// What the ranks from `first` on are to take of `items`: what their node missed, all bear alike.
+Demand of_ranks(const Demand& ranks, int64_t first, int64_t count, const std::vector<Item>& items) {
+    Demand found = {{ranks.budgets.begin() + first, ranks.budgets.begin() + first + count},
+                    {ranks.overhead.begin() + first, ranks.overhead.begin() + first + count}};
+    int64_t missed = 0, tokens = 0;
+    for (const Item& item : items) missed += item.cost;
+    for (const Budget& budget : found.budgets) {
+        missed -= budget.cost;
+        tokens += budget.tokens;
+    }
+    for (Budget& budget : found.budgets) {
+        if (budget.tokens == 0) continue;
+        const int64_t part = fraction_of(missed, budget.tokens, tokens);
+        budget.cost += part;
+        missed -= part;
+        tokens -= budget.tokens;
+    }
+    return found;
 }
 
 std::vector<Run> place_on_ranks(const QueryModel& model, const std::vector<Item>& items,
@@ -114,8 +128,8 @@ std::vector<Run> place_on_ranks(const QueryModel& model, const std::vector<Item>
     }
     std::vector<Run> runs;
     for (int64_t node = 0; node < num_nodes; ++node) {
-        Placement placement = place(num_nodes == 1 ? items : items_on[node],
-                                    of_ranks(demand, node * per_node, per_node));
+        const std::vector<Item>& own = num_nodes == 1 ? items : items_on[node];
+        Placement placement = place(own, of_ranks(demand, node * per_node, per_node, own));
         for (int64_t rank = 0; rank < per_node; ++rank) {
             add_runs(node * per_node + rank, placement[rank], runs);
         }

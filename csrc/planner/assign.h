@@ -40,8 +40,9 @@ struct Assignment {
 //
 // Three steps (place.h): documents that fit stay whole (whole.h), the others are cut over few ranks
 // (spread.h), and swaps level what is left (level.h). With several nodes the three place documents
-// on nodes first, and then inside each node. Where rows and runs cost, the placement is made again
-// with what they cost on each rank taken off its budget, and the best one is kept.
+// on nodes first, and then inside each node, whose ranks share what it took. Where rows and runs
+// cost, the placement is made again with what they cost on each rank taken off its budget, and the
+// best one is kept.
 // Pure function of its arguments, in integers alone.
 Assignment assign_blocks(const QueryModel& model, const AssignOptions& options);
 

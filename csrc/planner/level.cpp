@@ -8,8 +8,8 @@
 namespace splitkv::planner {
 namespace {
 
-constexpr size_t kSwapsPerRank = 4;
-constexpr size_t kPiecesTried = 5;  // of each of the two ranks, from the dearest to the cheapest
+constexpr size_t kSwapsPerRank = 16;
+constexpr int64_t kPiecesTried = 5;  // of each of the two ranks, from the dearest to the cheapest
 
 // `tokens` keys of piece `dear` of one rank, from key `offset` on, against as many from the back of
 // piece `cheap` of the other.
@@ -35,16 +35,20 @@ int64_t back_cost(const QueryModel& model, const Piece& piece) {
     return model.pairs_in(piece.doc, {piece.end - 1, piece.end});
 }
 
-// Up to kPiecesTried pieces, evenly spaced in the order of what one of their keys costs.
+// Up to kPiecesTried pieces in the order of what one of their keys costs, the first and the last
+// among them, evenly spaced by tokens: splinters that swaps leave do not crowd out large pieces.
 std::vector<size_t> spaced_pieces(const QueryModel& model, const std::vector<Piece>& pieces,
                                   int64_t (*key_cost)(const QueryModel&, const Piece&)) {
     std::vector<std::pair<int64_t, size_t>> order(pieces.size());
     for (size_t i = 0; i < pieces.size(); ++i) order[i] = {key_cost(model, pieces[i]), i};
     std::sort(order.begin(), order.end());
+    int64_t tokens = 0, passed = 0;
+    for (const Piece& piece : pieces) tokens += piece.tokens();
     std::vector<size_t> chosen;
-    const size_t count = std::min(kPiecesTried, pieces.size());
-    for (size_t i = 0; i < count; ++i) {
-        chosen.push_back(order[count == 1 ? 0 : i * (pieces.size() - 1) / (count - 1)].second);
+    for (const auto& [cost, i] : order) {
+        passed += pieces[i].tokens();
+        const int64_t next = static_cast<int64_t>(chosen.size());
+        if (passed >= fraction_of(tokens, next, kPiecesTried - 1)) chosen.push_back(i);
     }
     return chosen;
 }

@@ -136,6 +136,11 @@ class Plan:
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Pickles forget that an array is read-only."""
+        self.__dict__.update(state)
+        _read_only(self.runs)
+
     def model(self, queries: Queries | None = None) -> _planner.QueryModel:
         """The closed forms of `queries` (default: the plan's own spec) over these documents."""
         return build_model(queries or self.queries, self.doc_lens, self.padded_lens)

@@ -48,6 +48,22 @@ def test_nodes_of_the_configuration_reach_the_plan():
     assert run_gloo(cp_size, packed_by_nodes) == [True] * cp_size
 
 
+def plans_of_two_groups() -> bool:
+    """Whether one pack has a plan of its own in each group, read from one tensor or from two."""
+    book = PlanBook()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups = (dist.group.WORLD, halves[dist.get_rank() // 2])
+    ends = torch.tensor([0, 300, 512], dtype=torch.int32)
+    same = [book.packed(ends, group).cp_size for group in groups]
+    other = [book.packed(ends.clone(), group).cp_size for group in groups]
+    alone = [book.unpacked(512, 1, group, torch.device("cpu")).cp_size for group in groups]
+    return same == other == alone == [4, 2]
+
+
+def test_groups_of_two_sizes_have_plans_of_their_own():
+    assert run_gloo(4, plans_of_two_groups) == [True] * 4
+
+
 def missing_backend() -> str:
     book = PlanBook(SplitKVConfig(transport="nccl"))
     with pytest.raises(ValueError, match="transport") as error:

@@ -58,4 +58,5 @@ def test_a_worker_of_the_data_loader_plans_ahead():
     for pack, plan in zip(packs, ahead, strict=True):
         assert plan == make_plan(pack, 4)
         np.testing.assert_array_equal(plan.runs, make_plan(pack, 4).runs)
+        assert not plan.runs.flags.writeable
         assert pickle.loads(pickle.dumps(plan)) == plan

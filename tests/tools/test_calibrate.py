@@ -44,6 +44,27 @@ def test_the_fit_finds_the_terms_and_none_is_negative(true):
         assert error > 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--output", "nowhere/c.json"), "--output nowhere/c.json: its folder is not there"),
+        (("--device", "abacus"), "--device abacus: "),
+        (("--link-gb-per-s", "nan"), "--link-gb-per-s nan must be a number above 0"),
+        (("--link-latency-us=-1",), "--link-latency-us -1.0 must be a number at least 0"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_timed(arguments, message):
+    options = ("--device", "cpu", "--link-gb-per-s", "5", "--output", "c.json", *arguments)
+    # Timing with so many repeats would end in the timeout.
+    run = subprocess.run(
+        [sys.executable, str(TOOLS / "calibrate.py"), *options, "--repeats", "1000000"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert message in run.stderr.splitlines()[-1]
+    assert "Traceback" not in run.stderr
+
+
 def test_a_small_run_writes_a_calibration_that_plans(tmp_path):
     file = tmp_path / "cpu.json"
     run = subprocess.run(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_splitkv.plan import Anchors, Causal, Full, Suffix, Window, make_plan
+from megatron_splitkv.plan import Anchors, Causal, Full, Prefix, Suffix, Window, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 # torch is made impossible to import, then the tool runs as __main__.
@@ -90,6 +90,7 @@ def test_kv_heads_weigh_in_the_ring_alone(option, num_heads_kv):
         (("--window", "100"), Window(100)),
         (("--full",), Full()),
         (("--suffix", "64"), Suffix(64)),
+        (("--prefix", "400"), Prefix((400, 300))),
     ],
 )
 def test_masks(option, queries):
@@ -148,6 +149,8 @@ def test_short_packs(lengths):
             "num_heads_kv=5 must divide num_heads_q=32",
         ),
         (("--lengths", "5", "--cp", "2", "--window", "0"), "window size=0 must be at least 1 key"),
+        (("--lengths", "5", "--cp", "2", "--prefix=-1"), "prefix -1 of document 0 must lie in"),
+        (("--distribution", "wlb", "--cp", "2", "--seed=-1"), "--seed -1 must be at least 0"),
         (("--lengths", "5", "--cp", "2", "--suffix", "0"), "suffix num_rows=0 must be at least 1"),
         (("--lengths", "5", "--cp", "2", "--stages", "0"), "num_stages=0 must be at least 1"),
         (("--lengths", "5", "--cp", "2", "--heads", "8/x"), "'8/x' must be query heads / kv heads"),
@@ -211,11 +214,17 @@ def test_several_packs_have_one_line_and_one_is_shown(tmp_path):
         ("a.json", '{"a": 1}', "a.json: must be a list of lengths"),
         ("a.txt", "1", "a.txt: use a file that ends in .json, .csv, .npy"),
         ("a.npy", "nonsense", "a.npy: "),
+        ("a.npy", "", "a.npy: "),
+        ("a.npy", "PK\x03\x04", "a.npy: "),  # an .npz by another name
+        ("a.json", "[]", "a.json: holds no lengths"),
+        ("a.json", f"[1{'0' * 400}]", "must fit into 64 bits"),
+        ("a.json", "[" * 100_000, "a.json: maximum recursion depth"),
+        ("a.csv", b"\xff1,2\n", "a.csv: 'utf-8' codec can't decode"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(tmp_path, name, content, message):
     file = tmp_path / name
-    file.write_text(content)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
     run = run_tool("--file", str(file), "--cp", "2")
     assert run.returncode == 2
     assert message in run.stderr
@@ -323,8 +332,20 @@ def test_a_projection_says_that_it_is_one(tmp_path):
     assert [step["cp_size"] for step in steps] == [8, 16, 32, 64, 128, 256, 512, 1024]
     assert all(step["num_tokens"] == 69632 * step["cp_size"] // 8 for step in steps)
     assert steps[0]["efficiency"] == 1.0
+    assert "\N{HORIZONTAL ELLIPSIS}" not in run.stdout  # nothing is cut off
     bad = run_tool("--lengths", "5", "--cp", "2", "--simulate")
     assert "--simulate needs --calibration" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    "option", [(), ("--tolerance", "0.3"), ("--ranks-per-node", "2"), ("--speeds", "1,1,1,.5")]
+)
+def test_a_projection_starts_from_the_plan_that_is_shown(tmp_path, option):
+    file = write_calibration(tmp_path / "c.json", pair_ns=1.0)
+    lens = ",".join(str(1000 + 777 * i) for i in range(9))
+    found = figures("--lengths", lens, "--cp", "4", "--calibration", file, "--simulate", *option)
+    (predicted,) = found["predicted"].values()
+    assert found["projection"][0]["layer_us"] == predicted["layer_us"]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,15 @@ def test_packs_are_those_of_training(prefix):
     assert found["fingerprint"] == plans[2]
 
 
+def test_a_file_that_is_no_index_is_named(tmp_path):
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"text{suffix}").write_text("hello")
+    run = run_tool("--idx", str(tmp_path / "text"), "--samples", "5", "--cp", "2")
+    assert run.returncode == 2
+    assert "text.idx is no index of a Megatron dataset" in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
