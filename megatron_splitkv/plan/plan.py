@@ -42,7 +42,8 @@ class Machine:
         row_pairs: what a query row that a rank attends with costs beside its pairs, in pairs.
         run_pairs: likewise for a run: consecutive keys of one document on one rank.
         rank_speeds: relative speed of each rank, by which it gets more or less of the cost; empty
-            where all are alike. Tokens stay equal.
+            where all are alike. Tokens stay equal, so speeds are met as far as keys differ in cost:
+            not at all in one full-attention document.
         ranks_per_node: consecutive ranks of one node; documents keep to few nodes, and inside a
             node to few ranks. None takes all ranks for equally near.
     """
