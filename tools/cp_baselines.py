@@ -25,7 +25,7 @@ from cp_workloads import Int64Array, Workload, even_split, zigzag_rows, zigzag_t
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_splitkv.comm import Pending, RowFormat, Transport
+from megatron_splitkv.comm import Counts, Pending, RowFormat, Transport
 from megatron_splitkv.ops import attention_delta, merge_partials_
 
 
@@ -101,10 +101,10 @@ class _RingPart(RankPart):
         """Gives what came from rank - step to the next rank."""
         assert self.transport is not None
         size = self.method.cp_size
-        send, receive = [0] * size, [0] * size
-        send[(self.rank + 1) % size] = len(rows)
-        receive[(self.rank - 1) % size] = len(self.method.tokens[(self.rank - step - 1) % size])
-        return self.transport.exchange(rows, send, receive)
+        counts = np.zeros((size, size), dtype=np.int64)
+        for rank in range(size):
+            counts[rank, (rank + 1) % size] = len(self.method.tokens[(rank - step) % size])
+        return self.transport.exchange(rows, counts)
 
 
 class AllGather(Method):
@@ -132,7 +132,6 @@ class _AllGatherPart(RankPart):
     ) -> None:
         self.method, self.rank, self.transport, self.seen = method, rank, transport, seen
         device = seen.begin.device
-        self.counts = [len(tokens) for tokens in method.tokens]
         self.by_owner, self.by_token = method.by_owner.to(device), method.by_token.to(device)
 
     def forward(self, inputs: RankInputs) -> Tensor:
@@ -149,10 +148,11 @@ class _AllGatherPart(RankPart):
         if self.transport is not None:
             wire = self.method.wire_dtype(dtype)
             row = RowFormat(((k.shape[1:], wire), (v.shape[1:], wire)))
-            mine = [self.counts[self.rank]] * self.method.cp_size
             sent = row.pack([dk, dv], self.by_owner)
-            parts = row.unpack(self.transport.exchange(sent, self.counts, mine).wait())
-            dk, dv = (x.unflatten(0, (-1, mine[0])).sum(0, dtype=torch.float32) for x in parts)
+            counts = _from_everyone(self.method.tokens)
+            parts = row.unpack(self.transport.exchange(sent, counts).wait())
+            each = (self.method.cp_size, len(self.method.tokens[self.rank]))
+            dk, dv = (x.unflatten(0, each).sum(0, dtype=torch.float32) for x in parts)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
     def _gathered(self) -> list[Tensor]:
@@ -232,9 +232,8 @@ class _UlyssesPart(RankPart):
             x = x.index_select(1, heads)
         by_rank = x.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
         row = RowFormat(((by_rank.shape[1:], x.dtype),))
-        counts = [len(share) for share in shares]
         sent = row.pack([by_rank])
-        received = self.transport.exchange(sent, [counts[self.rank]] * size, counts).wait()
+        received = self.transport.exchange(sent, _from_everyone(shares).T).wait()
         return row.unpack(received)[0]
 
     def _to_rows(self, x: Tensor, wire: torch.dtype, shares: Sequence[Int64Array]) -> Tensor:
@@ -243,10 +242,13 @@ class _UlyssesPart(RankPart):
             return x[:, None]
         size = self.method.cp_size
         row = RowFormat(((x.shape[1:], wire),))
-        counts = [len(share) for share in shares]
-        sent = row.pack([x])
-        received = self.transport.exchange(sent, counts, [counts[self.rank]] * size).wait()
+        received = self.transport.exchange(row.pack([x]), _from_everyone(shares)).wait()
         return row.unpack(received)[0].unflatten(0, (size, -1)).transpose(0, 1)
+
+
+def _from_everyone(shares: Sequence[Int64Array]) -> Counts:
+    """Each rank gets as many rows from every rank as its share has."""
+    return np.tile(np.asarray([len(share) for share in shares], dtype=np.int64), (len(shares), 1))
 
 
 def _fields(k: Tensor, v: Tensor) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

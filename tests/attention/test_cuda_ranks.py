@@ -122,10 +122,10 @@ class DelayedTransport:
 
         return Pending(finish)
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         self.pause()
         self.pause(self.inner.group.receiving_stream(self.rank))
-        return self.started(self.inner.exchange(rows, send_counts, recv_counts))
+        return self.started(self.inner.exchange(rows, counts))
 
     def all_gather(self, rows: Tensor) -> Pending:
         self.pause()
