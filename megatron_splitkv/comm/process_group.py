@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_splitkv.comm.symmetric import SymmetricTransport
 from megatron_splitkv.comm.transport import Counts, Pending, Transport
 
 
@@ -136,10 +137,13 @@ def transport_of(
         device: where the tensors are.
         choice: `SplitKVConfig.transport`.
     Raises:
-        ValueError: the group has no such backend, or on a GPU only gloo and nobody asked for it.
+        ValueError: the group has no such backend, or on a GPU only gloo and nobody asked for it, or
+            its ranks cannot read each other's memory, which was asked for.
     """
     if group.size() == 1:
         return None
+    if choice == "symmetric":
+        return SymmetricTransport(group, device)
     backends = _backends(group)
     backend = backends.get(device.type, "none")
     if device.type == "cuda" and choice == "gloo" and backends.get("cpu") == "gloo":

@@ -158,7 +158,7 @@ def predict_layer(
         )
     )
     sent, received = travelling.sum(axis=1), travelling.sum(axis=0)
-    stages = max(1, min(config.num_stages, plan.cp_size - 1))
+    stages = max(1, exchange.num_exchanges(config.num_stages))
     compute: list[float] = []
     times: list[float] = []
     layer: list[float] = []
