@@ -266,13 +266,11 @@ def _forward(
             merge_partials_(*merged, *of_block, each, each[:-1])
         return merged
 
-    def attend_gathered(stage: ExchangeStage, packed: Tensor) -> Tensor:
+    def attend_gathered(stage: ExchangeStage, packed: Tensor) -> tuple[Tensor, Tensor]:
         (rows,) = query_format.unpack(packed)
         if call.keeps_queries:
             kept.append(rows)
-        return partial_format.pack(
-            *attend(rows, keys, stage.intervals, partial_format.compute_dtype)
-        )
+        return attend(rows, keys, stage.intervals, partial_format.compute_dtype)
 
     def merge(merged: tuple[Tensor, Tensor], stage: ExchangeStage, packed: Tensor) -> None:
         part = partial_format.unpack(packed)
@@ -284,7 +282,8 @@ def _forward(
     (out, lse), finish = run_stages(
         layout.stages,
         call.context.transport,
-        lambda rows: query_format.pack([q], rows),
+        (query_format, [q]),
+        partial_format,
         attend_own,
         attend_gathered,
         merge,
@@ -334,12 +333,12 @@ def _backward(
             dq.add_(attend(rows, block, layout.block, dblock, accumulate=False))
         return dq
 
-    def attend_gathered(stage: ExchangeStage, packed: Tensor) -> Tensor:
+    def attend_gathered(stage: ExchangeStage, packed: Tensor) -> tuple[Tensor]:
         dout, lse, delta, *queries = sent_format.unpack(packed)
         q = queries[0] if queries else next(kept)
         part = _BackwardRows(dout=dout, q=q, lse=lse, delta=delta)
         is_added = layout.own is not None
-        return dq_format.pack(attend(part, keys, stage.intervals, dkeys, accumulate=is_added))
+        return (attend(part, keys, stage.intervals, dkeys, accumulate=is_added),)
 
     def add(dq: Tensor, stage: ExchangeStage, packed: Tensor) -> None:
         part = dq_format.unpack(packed)
@@ -348,7 +347,8 @@ def _backward(
     dq, finish = run_stages(
         layout.stages,
         call.context.transport,
-        lambda index: sent_format.pack(sent, index),
+        (sent_format, sent),
+        dq_format,
         attend_own,
         attend_gathered,
         add,
