@@ -74,7 +74,10 @@ def racing_body(num_calls: int) -> int:
         counts = together.integers(0, largest, (2, 2))
         value = 100 * rank + call % 100
         torch.cuda._sleep(int(pauses.integers(0, 2_000_000)))
-        rows = torch.full((int(counts[rank].sum()), 64), value, dtype=torch.uint8, device=device)
+        rows = torch.empty(int(counts[rank].sum()), 64, dtype=torch.uint8, device=device)
+        if call % 2:
+            rows = transport.send_buffer(counts, 64, device)
+        rows.fill_(value)
         pending.append((call, transport.exchange(rows, counts), counts[:, rank]))
         del rows  # what it held is free for others at once
         while len(pending) > (2 if call < num_calls - 1 else 0):
