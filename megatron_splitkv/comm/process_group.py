@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_splitkv.comm.symmetric import SymmetricTransport
+from megatron_splitkv.comm.symmetric import SymmetricTransport, reason_against
 from megatron_splitkv.comm.transport import Counts, Pending, Transport, empty_rows
 
 
@@ -151,6 +151,9 @@ def transport_of(
     if group.size() == 1:
         return None
     if choice == "symmetric":
+        reason = reason_against(group, device)
+        if reason is not None:
+            raise ValueError(f"transport='symmetric': {reason}; take transport auto")
         return SymmetricTransport(group, device)
     backends = _backends(group)
     backend = backends.get(device.type, "none")

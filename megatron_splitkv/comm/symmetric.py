@@ -40,12 +40,9 @@ class SymmetricTransport:
         """Maps the memory of the group; all its ranks must call it together.
 
         Args:
-            group: the context-parallel group, of any backend.
-            device: of this rank, another one for each rank.
-        Raises:
-            ValueError: on every rank, when they cannot read each other's memory.
+            group: the context-parallel group, of any backend, with no `reason_against` it.
+            device: of this rank.
         """
-        refuse_group(group, device)
         self.rank, self.size = group.rank(), group.size()
         self._group, self._device = group, device
         self._stream = torch.cuda.Stream(device)
@@ -206,28 +203,36 @@ def places_of(counts: Counts, rank: int, row_bytes: int) -> tuple[int, list[int]
     return int(counts.sum(axis=1).max()) * row_bytes, begins.tolist()
 
 
-def refuse_group(group: ProcessGroup, device: torch.device) -> None:
-    """Stops a group whose ranks cannot read each other's memory; all its ranks must call it.
+def reason_against(group: ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks cannot read each other's memory, the same on all of them; None if they can.
 
-    Raises:
-        ValueError: on every rank.
+    All ranks of the group must call it together.
     """
     if device.type != "cuda":
-        raise ValueError(
-            f"transport='symmetric' moves rows between GPUs, but the tensors are on {device.type}; "
-            "take transport auto"
-        )
-    everyone: list[tuple[str, str]] = [("", "")] * group.size()
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    dist.all_gather_object(everyone, (socket.gethostname(), uuid), group)
-    hosts, devices = (set(values) for values in zip(*everyone, strict=True))
+        return f"it moves rows between GPUs, but the tensors are on {device.type}"
+    uuid = _uuid(device.index)
+    everyone = _gathered((socket.gethostname(), uuid), group)
+    hosts, devices = ({values[index] for values in everyone} for index in (0, 1))
     if len(hosts) > 1:
-        raise ValueError(
-            f"transport='symmetric' needs all context-parallel ranks on one host, got "
-            f"{', '.join(sorted(hosts))}; take transport auto"
-        )
+        return f"it needs all context-parallel ranks on one host, got {', '.join(sorted(hosts))}"
     if len(devices) < group.size():
-        raise ValueError(
-            f"transport='symmetric' needs a GPU for each context-parallel rank, got {len(devices)} "
-            f"for {group.size()}; take transport auto or gloo"
+        return (
+            f"it needs a GPU for each context-parallel rank, got {len(devices)} for {group.size()}"
         )
+    # Of the GPUs that this process sees; where it sees but its own, mapping them will tell.
+    peers = [i for i in range(torch.cuda.device_count()) if _uuid(i) in devices - {uuid}]
+    is_cut_off = not all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
+    cut_off = [rank for rank, is_so in enumerate(_gathered(is_cut_off, group)) if is_so]
+    return f"ranks {cut_off} cannot read the memory of all the others' GPUs" if cut_off else None
+
+
+def _gathered[T](value: T, group: ProcessGroup) -> list[T]:
+    """The value of every rank."""
+    values: list[T | None] = [None] * group.size()
+    dist.all_gather_object(values, value, group)
+    return values  # type: ignore[return-value]
+
+
+def _uuid(device_index: int | None) -> str:
+    index = torch.cuda.current_device() if device_index is None else device_index
+    return str(torch.cuda.get_device_properties(index).uuid)
