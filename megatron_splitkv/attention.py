@@ -275,8 +275,10 @@ def _forward(
     def merge(merged: tuple[Tensor, Tensor], stage: ExchangeStage, packed: Tensor) -> None:
         part = partial_format.unpack(packed)
         assert part.lse is not None, "outputs travel with their lse"
+        rows = slice(*stage.returned)
+        mine = (x[rows] for x in merged)
         merge_partials_(
-            *merged, part.values, part.lse, stage.return_ptr, stage.return_slots, part.scale
+            *mine, part.values, part.lse, stage.return_ptr, stage.return_slots, part.scale
         )
 
     (out, lse), finish = run_stages(
@@ -341,8 +343,8 @@ def _backward(
         return (attend(part, keys, stage.intervals, dkeys, accumulate=is_added),)
 
     def add(dq: Tensor, stage: ExchangeStage, packed: Tensor) -> None:
-        part = dq_format.unpack(packed)
-        add_partials_(dq, part.values, stage.return_ptr, stage.return_slots, part.scale)
+        part, rows = dq_format.unpack(packed), slice(*stage.returned)
+        add_partials_(dq[rows], part.values, stage.return_ptr, stage.return_slots, part.scale)
 
     dq, finish = run_stages(
         layout.stages,
