@@ -59,11 +59,11 @@ def test_a_rank_finds_its_rows_in_what_the_others_show(size):
         for source in range(size)
     ]
     for rank in range(size):
-        region, begins = places_of(counts, rank, row_bytes=16)
+        region, begins, coming = places_of(counts, rank, row_bytes=16)
         assert region == max(rows.numel() for rows in shown)
-        for source, begin in enumerate(begins):
+        for source, (begin, num_bytes) in enumerate(zip(begins, coming, strict=True)):
             due = rows_between(source, rank, int(counts[source, rank]), 16).flatten()
-            assert torch.equal(shown[source].flatten()[begin : begin + len(due)], due)
+            assert torch.equal(shown[source].flatten()[begin : begin + num_bytes], due)
 
 
 def my_device() -> torch.device:
