@@ -28,7 +28,9 @@ from dataclasses import asdict
 import torch
 from cp_baselines import METHODS
 from cp_gate import check_on_threads
-from cp_measure import Measurement, measure_real, measure_replay
+from cp_measure import Measurement, measure_real
+from cp_measure_replay import measure_replay
+from cp_peers import PEERS
 from cp_replay import Link
 from cp_report import Line, markdown, print_lines
 from cp_workloads import WORKLOADS, Workload
@@ -72,8 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--heads", type=parse_heads, metavar="Q/KV", help="with --lengths (default: 32/8)")
     add("--head-dim", type=positive_int, metavar="N", help="with --lengths (default: 128)")
-    add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS),
-        help="(default: all)")  # fmt: skip
+    add("--methods", nargs="+", choices=[*METHODS, *PEERS], default=list(METHODS), metavar="NAME",
+        help=f"of {', '.join(METHODS)}, and in real mode {', '.join(PEERS)}, which need "
+        "transformer-engine (default: all that run on our kernels)")  # fmt: skip
     add("--cp", type=positive_int, nargs="+", metavar="N",
         help="replay: ranks to simulate (default: 8); real takes all processes")  # fmt: skip
     add(
@@ -141,7 +144,7 @@ def run(args: argparse.Namespace, world: World | None, device: torch.device) -> 
         num_stages=args.stages, partial_dtype=args.partial_dtype, keep_queries=args.keep_queries
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    kinds = [METHODS[name] for name in args.methods]
+    kinds = [(METHODS | PEERS)[name] for name in args.methods]
     lines: list[Line] = []
     for workload in workloads_of(args):
         measurement = Measurement(
@@ -218,6 +221,8 @@ def refuse_mode(args: argparse.Namespace) -> None:
     """
     if args.mode == "replay" and is_launched():
         raise ValueError("replay is one process; start it with python, without torchrun")
+    if args.mode == "replay" and not METHODS.keys() >= set(args.methods):
+        raise ValueError(f"{', '.join(PEERS)} need real ranks; leave them out of replay")
     if args.mode == "real" and args.cp:
         raise ValueError("--cp is for replay; real takes all processes of torchrun")
     if args.mode == "real" and not is_launched():

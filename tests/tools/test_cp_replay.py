@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cp_baselines import METHODS
-from cp_measure import _Replayed
+from cp_measure_replay import _Replayed
 from cp_methods import RankInputs
 from cp_replay import (
     Link,
@@ -18,13 +18,13 @@ from cp_replay import (
     ReplayTransport,
     Start,
     Wait,
-    WaitingTransport,
     Work,
     bytes_sent,
     compute_ms,
     median_trace,
     simulate,
 )
+from cp_transports import WaitingTransport
 from cp_workloads import Workload
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
