@@ -19,14 +19,13 @@ examples:
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import torch
+from device_info import describe_device, in_words
 from ops_contestants import Contestant, FlashAttention3, Problem, contestants
 from ops_gate import Sample
 from ops_merge import bench_merge
@@ -34,7 +33,6 @@ from ops_report import beside_aims, markdown
 from ops_shapes import CPU_SHAPES, CUDA_SHAPES, SHAPES, MergeShape, Shape, parse_shape
 from ops_timing import Line, lines_of, time_in_turns
 
-import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.checks.options import output_file, positive_int
 from megatron_splitkv.checks.processes import choose_device
 
@@ -161,30 +159,18 @@ def say(text: str) -> None:
     print(f"[{time.perf_counter() - START:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
-def describe(device: torch.device, threads: int) -> dict[str, str]:
+def describe(device: torch.device) -> dict[str, str]:
     """Hardware and versions, for the head of the report."""
-    about = {"torch": torch.__version__}
-    if device.type == "cpu":
-        isa = _kernels.current_cpu_isa()
-        return {"device": f"{platform.machine()}, {isa}, {threads} thread(s)", **about}
-    about |= {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
-    about["cudnn"] = str(torch.backends.cudnn.version())
+    about = describe_device(device)
     fa3 = FlashAttention3()
-    if fa3.module is not None:
-        about["fa3"] = f"without {', '.join(fa3.left_out()) or 'nothing'}"
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
-        about["driver"] = found.stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        about["driver"] = "unknown"
+    if device.type == "cuda" and fa3.module is not None:
+        about["FlashAttention-3"] = f"without {', '.join(fa3.left_out()) or 'nothing'}"
     return about
 
 
 def report(bench: Bench, about: dict[str, str]) -> str:
     """Writes the files, returns the text."""
-    head = ", ".join(f"{name} {value}" for name, value in about.items())
-    text = f"{head}; {bench.rounds} rounds\n\n"
+    text = f"{in_words(about)}; {bench.rounds} rounds\n\n"
     text += markdown(bench.lines, bench.notes, bench.device.type) + "\n"
     if bench.args.markdown:
         bench.args.markdown.write_text(text)
@@ -212,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     torch.set_num_threads(args.threads)
     bench = Bench(args, device)
-    about = describe(device, args.threads)
+    about = describe(device)
     text = ""
     with torch.no_grad():
         for shape in args.shapes or (CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES):

@@ -222,9 +222,11 @@ class Sdpa(Library):
         self.backends = list(backends)
 
     def refusal(self, shape: Shape) -> str | None:
-        if shape.mask in ("full", "causal"):
-            return None
-        return f"has no call for {shape.mask} documents without padding"
+        if shape.mask not in ("full", "causal"):
+            return f"has no call for {shape.mask} documents without padding"
+        if self.backends == [SDPBackend.FLASH_ATTENTION] and len(set(shape.head_dims)) > 1:
+            return "needs one head dim for q, k and v"
+        return None
 
     def to_layout(self, tensor: Tensor) -> Tensor:
         return tensor.transpose(0, 1)[None].contiguous()
