@@ -39,6 +39,7 @@ MEGATRON_ROOMS = {"mcore", "launch"}
 DISTRIBUTED_FILES = {
     "comm/__init__.py",
     "comm/process_group.py",
+    "comm/symmetric.py",
     "checks/processes.py",
     "mcore/cpu_mode.py",
     "mcore/launch.py",

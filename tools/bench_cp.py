@@ -44,7 +44,7 @@ from megatron_splitkv.checks.processes import (
     is_launched,
     join_world,
 )
-from megatron_splitkv.config import PARTIAL_DTYPES, SplitKVConfig
+from megatron_splitkv.config import PARTIAL_DTYPES, TRANSPORTS, SplitKVConfig
 from megatron_splitkv.plan import Causal, Suffix
 
 # Two H200 of one host, NCCL 2.28.9: 175 to 305 GB/s all_to_all at 64 to 1024 MiB, 197 to 266
@@ -93,6 +93,8 @@ def build_parser() -> argparse.ArgumentParser:
         "dk and dv of the others (default: %(default)s)")  # fmt: skip
     add("--stages", type=positive_int, default=SplitKVConfig().num_stages, metavar="N",
         help="of split-kv (default: %(default)s)")  # fmt: skip
+    add("--transport", choices=TRANSPORTS, default="auto",
+        help="real: what moves the rows of our methods (default: %(default)s)")  # fmt: skip
     add("--keep-queries", action="store_true", help="of split-kv: queries travel once")
     add("--alpha-us", type=positive_float, default=ALPHA_US, metavar="US",
         help="replay: latency of a collective (default: %(default)s)")  # fmt: skip
@@ -162,7 +164,7 @@ def run(args: argparse.Namespace, world: World | None, device: torch.device) -> 
             lines += measure_replay(measurement, args.cp or [DEFAULT_CP], link, say)
         else:
             say_once = say if world.rank == 0 else _nothing
-            transport = cp_transport(world, world.size)
+            transport = cp_transport(world, world.size, args.transport)
             lines += measure_real(measurement, world, transport, say_once)
         if world is None or world.rank == 0:
             write_files(lines, args)

@@ -105,7 +105,9 @@ class _TransformerEnginePart(RankPart):
     """Attention among all processes."""
 
     def __init__(self, workload: Workload, comm_type: str, device: torch.device) -> None:
-        from transformer_engine.pytorch import DotProductAttention
+        from transformer_engine.pytorch import (  # pyright: ignore[reportMissingImports]
+            DotProductAttention,
+        )
 
         is_packed = len(workload.doc_lens) > 1
         is_rows = isinstance(workload.queries, Suffix)

@@ -219,12 +219,12 @@ class ReplayTransport:
     recorder: Recorder
     _count: int = field(default=0, init=False)
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`; what is received are own rows."""
         row_bytes = rows.shape[1]
         return self._collective(
-            [count * row_bytes for count in send_counts],
-            lambda: _repeated(rows, sum(recv_counts)),
+            (counts[self.rank] * row_bytes).tolist(),
+            lambda: _repeated(rows, int(counts[:, self.rank].sum())),
             is_all_gather=False,
         )
 

@@ -31,9 +31,9 @@ class WaitingTransport:
         """Ranks of the group."""
         return self.inner.size
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
-        return self._told(self.inner.exchange(rows, send_counts, recv_counts))
+        return self._told(self.inner.exchange(rows, counts))
 
     def all_gather(self, rows: Tensor) -> Pending:
         """See `Transport.all_gather`."""
@@ -74,9 +74,9 @@ class SilentTransport:
         """Ranks of the group."""
         return self.inner.size
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
-        return self._collective(lambda: self.inner.exchange(rows, send_counts, recv_counts))
+        return self._collective(lambda: self.inner.exchange(rows, counts))
 
     def all_gather(self, rows: Tensor) -> Pending:
         """See `Transport.all_gather`."""

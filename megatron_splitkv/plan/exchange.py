@@ -11,6 +11,9 @@ from megatron_splitkv.plan.queries import Queries, is_self_attention
 
 # A single stage becomes one all_gather when this share of all rows would travel anyway.
 ALL_GATHER_DENSITY = 0.95
+# Rows that two ranks exchange in one stage are not cut below this: each stage reads the local keys
+# and adds to their gradients once more.
+MIN_STAGE_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,22 @@ class RowExchange:
         """Ranges of the query stream that `source` owns and `destination` needs, `[n, 2]`."""
         return _planner.intersect(self.owned[source], self.needed[destination])
 
+    def cuts(self, num_stages: int) -> tuple[int, int]:
+        """How at most `num_stages` exchanges are cut: groups of peers, and pieces of their rows.
+
+        Ranks come first: with `cp_size - 1` groups the rows of one rank arrive at a time. What is
+        left of the bound cuts these into pieces of `MIN_STAGE_ROWS` or more.
+        """
+        peers = max(1, len(self.owned) - 1)
+        groups = min(num_stages, peers)
+        most = int(self.travelling().max()) // MIN_STAGE_ROWS
+        return groups, max(1, min(num_stages // groups, most))
+
+    def num_exchanges(self, num_stages: int) -> int:
+        """Exchanges of one direction; 0 in a group of one."""
+        groups, pieces = self.cuts(num_stages)
+        return groups * pieces if len(self.owned) > 1 else 0
+
     def is_all_gather(self, num_stages: int) -> bool:
         """Whether the exchange is one all_gather: one stage, and nearly all rows travel anyway."""
         cp_size = len(self.owned)
@@ -38,7 +57,7 @@ class RowExchange:
         everything = (cp_size - 1) * cp_size * max(own_rows)
         is_even = len(own_rows) == 1
         return (
-            min(num_stages, cp_size - 1) == 1
+            self.num_exchanges(num_stages) == 1
             and is_even
             and int(self.travelling().sum()) >= ALL_GATHER_DENSITY * everything > 0
         )

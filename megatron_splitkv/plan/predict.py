@@ -181,7 +181,7 @@ def layer_load(plan: Plan, shape: AttentionShape, config: SplitKVConfig) -> Laye
         bytes_out=forward[0] + backward[0],
         bytes_back=forward[1] + backward[1],
         num_heads_q=shape.num_heads_q,
-        num_stages=max(1, min(config.num_stages, plan.cp_size - 1)),
+        num_stages=max(1, exchange.num_exchanges(config.num_stages)),
     )
 
 
