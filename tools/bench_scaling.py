@@ -44,6 +44,7 @@ from scaling_worker import Job
 
 from megatron_splitkv.checks.options import output_file, positive_float, positive_int
 from megatron_splitkv.checks.processes import choose_device, start_ranks
+from megatron_splitkv.config import TRANSPORTS
 from megatron_splitkv.plan.predict import Calibration
 
 TOOLS = Path(__file__).resolve().parent
@@ -90,6 +91,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--network-gbs", type=positive_float, default=NETWORK_GBS, metavar="GBS",
         help="projection: what a rank sends to other nodes (default: %(default)s)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
+    add("--transport", choices=TRANSPORTS, default="auto",
+        help="what moves the rows of our methods (default: %(default)s)")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write all figures to this file")
     add("--markdown", type=output_file, metavar="FILE", help="also write the tables to this file")
     add("--plot", type=output_file, metavar="FILE", help="draw the shares, as in scaling.png")
@@ -127,6 +130,7 @@ def measure(
         mine_s = left_s * ahead_s[0] / sum(ahead_s)
         job = Job(
             device=args.device,
+            transport=args.transport,
             rounds=args.rounds,
             start=START,
             deadline=time.time() + mine_s,

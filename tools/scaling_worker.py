@@ -30,12 +30,14 @@ class Job:
 
     Attributes:
         device: "auto", "cpu" or "cuda".
+        transport: as `SplitKVConfig.transport`, of our methods.
         rounds: timed ones of each method.
         start, deadline: `time.time` when the command began, and when this group must be done.
         cases: name of the workload, methods, estimated seconds; in the order of running.
     """
 
     device: str
+    transport: str
     rounds: int
     start: float
     deadline: float
@@ -59,7 +61,7 @@ def run(job: Job, output: Path, world: World) -> None:
         output: JSON, rewritten after each case by rank 0: the lines so far, and what was dropped.
         world: the ranks of the group.
     """
-    transport = cp_transport(world, world.size)
+    transport = cp_transport(world, world.size, job.transport)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     lines: list[Line] = []
     dropped: list[str] = []
