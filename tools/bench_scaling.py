@@ -49,8 +49,8 @@ from megatron_splitkv.plan.predict import Calibration
 
 TOOLS = Path(__file__).resolve().parent
 START = time.time()
-START_S = 20.0  # of the processes of one group
-REPORT_S = 30.0  # of fit, projection and figure
+START_S = 25.0  # of the processes of one group
+REPORT_S = 10.0  # of fit, projection and figure
 K = 1024
 # One host with NVLink 18 and NCCL 2.28.9, between the figures of its collectives; kept where no
 # group of two ranks is fitted. Between nodes: one 400 Gb/s adapter for each GPU, 90 % of it.

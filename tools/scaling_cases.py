@@ -13,7 +13,7 @@ OURS = "split-kv"
 # What is taken for granted before anything is measured: TFLOP/s of a rank, and the time to check
 # and prepare a method on a workload: TransformerEngine builds cuDNN plans for each.
 ASSUMED_TFLOPS = {"cuda": 450.0, "cpu": 0.05}
-PREPARE_S, PREPARE_PEER_S = 0.7, 3.0
+PREPARE_S, PREPARE_PEER_S = 0.7, 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
