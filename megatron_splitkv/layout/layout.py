@@ -66,7 +66,8 @@ class ShardLayout:
         kv_index: `[num_kv_rows]` int64, pack index of each local token, ascending.
         positions: `[num_kv_rows]` int64, position of each local token in its document.
         num_query_rows: query rows that this rank owns.
-        own: local keys that the own query rows see.
+        own: local keys that the own query rows see; None where these are among the rows of the only
+            stage, as they are few beside the keys.
         block: context attention with anchors: rows of the own-block keys that each own query row
             sees, else None.
         kv_padding: `[num_kv_rows]` bool, True at pads; None when the pack has none.
@@ -80,7 +81,7 @@ class ShardLayout:
     kv_index: Tensor
     positions: Tensor
     num_query_rows: int
-    own: KeyIntervals
+    own: KeyIntervals | None
     block: KeyIntervals | None
     kv_padding: Tensor | None
     query_padding: Tensor | None
@@ -144,7 +145,7 @@ def build_layout(
         kv_index=torch.from_numpy(kv_index),
         positions=torch.from_numpy(positions),
         num_query_rows=len(owned),
-        own=builder.intervals(owned),
+        own=None if exchange.is_joint else builder.intervals(owned),
         block=_block_intervals(spec, len(owned)),
         kv_padding=padding,
         query_padding=padding if plan.is_self_attention else None,
@@ -156,7 +157,7 @@ class _StageBuilder:
     """Cuts the exchange of one rank into stages by the distance between ranks, then by rows.
 
     In the stage of distances D a rank sends to `rank - d` and receives from `rank + d` for d in D,
-    so every rank is busy in every stage.
+    so every rank is busy in every stage. A joint exchange is one stage of all distances, 0 too.
     """
 
     def __init__(
@@ -184,11 +185,12 @@ class _StageBuilder:
             return ()
         num_groups, num_pieces = self.exchange.cuts(num_stages)
         everything = self.exchange.is_all_gather(num_stages)
-        counts = self.exchange.travelling(num_stages)
+        is_joint = self.exchange.is_joint
+        counts = self.exchange.counts if is_joint else self.exchange.travelling(num_stages)
         ranks = np.arange(self.cp_size)
         distance = (ranks[:, None] - ranks) % self.cp_size  # from the row's rank to its peer's
         stages: list[ExchangeStage] = []
-        for group in np.array_split(ranks[1:], num_groups):
+        for group in np.array_split(ranks if is_joint else ranks[1:], num_groups):
             in_group = np.isin(distance, group)
             of_group = np.where(in_group, counts, 0)
             sent, received = (

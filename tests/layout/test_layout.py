@@ -45,6 +45,8 @@ def stage_peers(layout: ShardLayout, num_stages: int) -> list[list[int]]:
     others = layout.cp_size - 1
     if not others:
         return []
+    if layout.own is None:
+        return [list(range(layout.cp_size))]
     groups = np.array_split(np.arange(1, layout.cp_size), min(num_stages, others))
     pieces, left = divmod(len(layout.stages), len(groups))
     assert left == 0
@@ -70,6 +72,8 @@ class Ranks:
             rows, tokens = self.rows[rank], self.tokens[rank]
             assert layout.kv_index.tolist() == tokens.tolist()
             assert (layout.num_kv_rows, layout.num_query_rows) == (len(tokens), len(rows))
+            if layout.own is None:
+                continue
             own = seen_here(layout.own, len(rows), len(tokens))
             np.testing.assert_array_equal(own, self.mask[np.ix_(rows, tokens)])
 
@@ -119,9 +123,12 @@ class Ranks:
             seen[row, tokens] += keys
 
     def check_all_seen(self, rank: int, seen: np.ndarray) -> None:
-        """Every visible pair with a key here and a row elsewhere is met exactly once."""
+        """Every visible pair with a key here and a row elsewhere is met exactly once; in a joint
+        exchange also those with an own row.
+        """
         expected = self.mask.copy()
-        expected[self.rows[rank]] = False
+        if self.layouts[rank].own is not None:
+            expected[self.rows[rank]] = False
         expected[:, np.setdiff1d(np.arange(self.mask.shape[1]), self.tokens[rank])] = False
         np.testing.assert_array_equal(seen, expected.astype(int))
 
@@ -153,6 +160,26 @@ def test_every_pair_is_met_once_when_rows_are_cut(pack, cp_size, num_stages, min
         due = plan_exchange(plan).num_exchanges(num_stages)
     assert {len(layout.stages) for layout in ranks.layouts} == {due}
     assert due <= num_stages
+
+
+@settings(max_examples=60, deadline=None)
+@given(packs(max_length=24), st.integers(1, 4), st.integers(1, 4))
+def test_every_pair_is_met_once_when_all_rows_are_done_at_once(pack, cp_size, num_stages):
+    lens, padded, queries = pack
+    plan = make_plan(lens, cp_size, queries=queries, padded_lens=padded, block_size=3)
+    with mock.patch.object(exchange, "JOINT_KEYS_PER_ROW", 0):
+        ranks = Ranks(plan, num_stages)
+    for layout in ranks.layouts:
+        assert (layout.own is None) == (cp_size > 1)
+        assert len(layout.stages) == (cp_size > 1)
+    ranks.check_own()
+    ranks.check_stages(num_stages)
+
+
+def test_few_rows_beside_the_keys_are_done_at_once():
+    plan = make_plan([1024], 2, queries=Suffix(16), block_size=64)
+    assert build_layout(plan, 0).own is None
+    assert build_layout(make_plan([1024], 2, queries=Suffix(17), block_size=64), 0).own is not None
 
 
 def test_pieces_of_rows_are_nearly_equal():
