@@ -138,6 +138,8 @@ def test_bad_values(parse, extra, message):
         ("--log-max-attention-logit", r"--log-max-attention-logit=True"),
         ("--position-embedding-type relative", r"relative positions, alibi"),
         ("--cuda-graph-impl local", r"--cuda-graph-impl=local .* planned anew"),
+        ("--cuda-graph-impl transformer_engine", r"--cuda-graph-impl=transformer_engine does not"),
+        ("--cuda-graph-impl full_iteration", r"--cuda-graph-impl=full_iteration does not work"),
         ("--enable-cuda-graph", r"--enable-cuda-graph=True"),
         ("--external-cuda-graph", r"--external-cuda-graph=True"),
         ("--logits-load-dir d", r"--logits-load-dir=d .* order of tokens"),
