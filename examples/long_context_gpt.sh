@@ -10,9 +10,19 @@ if [[ -z "${PYTHON:-}" ]]; then
     PYTHON="$here/../.venv/bin/python"
     [[ -x "$PYTHON" ]] || PYTHON=python3
 fi
-read -r gpus has_kernels < <("$PYTHON" -c 'import torch
+read -r gpus has_kernels has_te has_apex < <("$PYTHON" -c '
+import contextlib, importlib, sys, torch
 from megatron_splitkv.mcore.launch import has_cuda_kernels
-print(torch.cuda.device_count(), int(has_cuda_kernels()))')
+def has(name):
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            importlib.import_module(name)
+    except (ImportError, OSError):
+        return 0
+    return 1
+gpus = torch.cuda.device_count()
+packages = ("transformer_engine.pytorch", "fused_weight_gradient_mlp_cuda") if gpus else ()
+print(gpus, int(has_cuda_kernels()), *map(has, packages))')
 if ((gpus > 0 && !has_kernels)) && [[ "${IMPL:-splitkv}" == splitkv ]]; then
     echo "this build of megatron_splitkv has no CUDA kernels: CPU mode, although there are" \
         "$gpus GPUs; IMPL=megatron trains on them" >&2
@@ -120,14 +130,10 @@ if ((gpus > 0)); then
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     args+=(--bf16 --distributed-backend "$BACKEND")
     [[ "$BACKEND" != gloo || "$IMPL" != splitkv ]] || args+=(--splitkv-transport gloo)
-    if ! "$PYTHON" -c 'import transformer_engine.pytorch' 2> /dev/null; then
-        args+=(--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion
-            --no-rope-fusion)
-    fi
+    ((has_te)) || args+=(--transformer-impl local --no-persist-layer-norm
+        --no-masked-softmax-fusion --no-rope-fusion)
     # The output layer is Megatron's own beside Transformer Engine too, and its fusion is of apex.
-    if ! "$PYTHON" -c 'import torch, fused_weight_gradient_mlp_cuda' 2> /dev/null; then
-        args+=(--no-gradient-accumulation-fusion)
-    fi
+    ((has_apex)) || args+=(--no-gradient-accumulation-fusion)
 fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the launcher shares the cores out; see its line

@@ -43,14 +43,13 @@ def start(tmp_path):
 def machine(tmp_path):
     """A Python that finds GPUs and kernels as it is told, and prints instead of training."""
 
-    def make(num_gpus, has_kernels):
+    def make(num_gpus, has_kernels, has_te=0, has_apex=0):
         path = tmp_path / "python"
         path.write_text(
             "#!/usr/bin/env bash\n"
             'case "$*" in\n'
-            f"*device_count*) echo {num_gpus} {has_kernels} ;;\n"
+            f"*device_count*) echo {num_gpus} {has_kernels} {has_te} {has_apex} ;;\n"
             '*torch.distributed.run*) echo "devices=${CUDA_VISIBLE_DEVICES-all} $*" ;;\n'
-            "*transformer_engine*) exit 1 ;;\n"
             f'*) exec "{sys.executable}" "$@" ;;\n'
             "esac\n"
         )
@@ -158,10 +157,13 @@ def test_processes_share_a_gpu_over_gloo(start, machine, texts):
     assert "--distributed-backend gloo --splitkv-transport gloo" in log
 
 
-def test_fusions_of_packages_that_are_missing_are_off(start, machine, texts):
-    _, log = start(DATA=str(texts), PYTHON=machine(1, 1), CP="1")
-    assert "--no-gradient-accumulation-fusion" in log
-    assert "--transformer-impl local" in log
+@pytest.mark.parametrize(("has_te", "has_apex"), [(0, 0), (1, 0), (1, 1)])
+def test_what_needs_a_missing_package_is_off(start, machine, texts, has_te, has_apex):
+    python = machine(1, 1, has_te, has_apex)
+    status, log = start(DATA=str(texts), PYTHON=python, CP="1")
+    assert status == 0, log
+    assert ("--transformer-impl local" in log) == (not has_te)
+    assert ("--no-gradient-accumulation-fusion" in log) == (not has_apex)
 
 
 def test_default_batch_is_two_passes(start, machine, texts):
