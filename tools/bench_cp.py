@@ -37,7 +37,7 @@ from cp_methods import Method, SplitKV, variant
 from cp_peers import PEERS
 from cp_replay import Link
 from cp_report import Line, markdown, print_lines
-from cp_workloads import WORKLOADS, Workload
+from cp_workloads import NAMES, WORKLOADS, Workload, workload_of
 from plan_options import parse_heads, parse_lengths
 
 from megatron_splitkv.checks.options import output_file, positive_float, positive_int
@@ -68,8 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("mode", choices=("replay", "real"))
-    add("--workloads", nargs="+", choices=[w.name for w in WORKLOADS], metavar="NAME",
-        help=f"of {', '.join(w.name for w in WORKLOADS)} (default: all)")  # fmt: skip
+    add("--workloads", nargs="+", type=workload_of, metavar="NAME",
+        help=f"of {', '.join(NAMES)}, or other sizes, as in 64k-gqa, 2k-1m, pile-64k (default: "
+        "these)")  # fmt: skip
     add("--lengths", type=parse_lengths, metavar="L1,L2,...", help="instead: these documents")
     add(
         "--suffix",
@@ -125,8 +126,7 @@ def workloads_of(args: argparse.Namespace) -> list[Workload]:
             if getattr(args, name) is not None:
                 option = "--" + name.replace("_", "-")
                 raise ValueError(f"{option} describes a workload of its own; give --lengths too")
-        by_name = {workload.name: workload for workload in WORKLOADS}
-        return [by_name[name] for name in args.workloads or by_name]
+        return args.workloads or WORKLOADS
     if args.workloads:
         raise ValueError("--workloads and --lengths exclude each other; give one of them")
     heads_q, heads_kv = heads = args.heads or (32, 8)

@@ -37,6 +37,7 @@ class Measurement:
         device: of this process.
         dtype: of q, k, v and dout.
         rounds: timed ones, after one of warm-up.
+        is_bare: only the steps, on real ranks: no share of the ideal, no exposed time.
     """
 
     workload: Workload
@@ -45,6 +46,7 @@ class Measurement:
     device: torch.device
     dtype: torch.dtype
     rounds: int
+    is_bare: bool = False
 
 
 class Inputs:
@@ -85,7 +87,7 @@ def measure_real(
     A method that fails or is wrong gives a line that says so.
     """
     # By one process, so that ranks that share a device do not slow down what they are held against.
-    alone = _Alone(m) if world.rank == 0 else None
+    alone = _Alone(m) if world.rank == 0 and not m.is_bare else None
     parts: dict[str, _RealPart] = {}
     notes: dict[str, str] = {}
     for kind in m.kinds:
@@ -104,7 +106,9 @@ def measure_real(
         for name in [name for name in parts if name not in notes]:
             with _noted(parts[name].kind, notes):
                 parts[name].measure(is_timed=turn >= WARM_UP_ROUNDS)
-    ideal_ms = statistics.median(alone_ms[WARM_UP_ROUNDS:]) / world.size
+    ideal_ms = None
+    if not m.is_bare:
+        ideal_ms = statistics.median(alone_ms[WARM_UP_ROUNDS:]) / world.size
     for kind in m.kinds:
         if kind.name not in notes:
             with _noted(kind, notes):
@@ -189,7 +193,7 @@ class _RealPart:
         if is_timed:
             self.steps.append(step)
             self.host_ms.append(self.clock.host_ms)
-        if self.silent is None or not self.kind.is_ours:
+        if self.silent is None or not self.kind.is_ours or self.m.is_bare:
             return
         if not is_timed:
             self._step(is_recording=True)
@@ -197,11 +201,11 @@ class _RealPart:
         if is_timed:
             self.silent_steps.append(silent)
 
-    def line(self, ideal_ms: float) -> Line:
+    def line(self, ideal_ms: float | None) -> Line:
         """The figures, worst of all ranks.
 
         Args:
-            ideal_ms: an even share of one device's step.
+            ideal_ms: an even share of one device's step, if that was timed.
         """
         host_ms = statistics.median(self.host_ms)
         mine = (self._kernel_ms(), self.peak_bytes, self.sent_bytes, host_ms)
@@ -217,7 +221,7 @@ class _RealPart:
             forward_ms=forward_ms,
             backward_ms=backward_ms,
             tflops=sum(self.m.workload.flop()) / self.world.size / step_ms * 1e-9,
-            ideal_share=ideal_ms / step_ms,
+            ideal_share=None if ideal_ms is None else ideal_ms / step_ms,
             kernel_imbalance=max(kernels) / statistics.mean(kernels) if is_ours else None,
             sent_mb=max(sents) * 1e-6 if is_ours else None,
             exposed_ms=step_ms - sum(_median(self.silent_steps)) if self.silent_steps else None,

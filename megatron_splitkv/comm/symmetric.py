@@ -9,8 +9,8 @@ that attention keeps every SM:
 
 The buffers are symmetric memory of torch (`torch.distributed._symmetric_memory`): every rank has
 mapped those of the others. All ranks know all counts, so all give a collective the same place.
-A rank that stalls holds back the streams of the others, until whatever watches over them, such as
-the timeout of an NCCL collective behind it, ends the process.
+A rank that stalls holds back the streams of the others; after the timeout of the group their
+processes end.
 """
 
 import socket
@@ -33,6 +33,7 @@ from megatron_splitkv.comm.stream_ops import (
     write_flag,
 )
 from megatron_splitkv.comm.transport import Counts, Pending
+from megatron_splitkv.comm.watchdog import Watchdog
 
 # Collectives that are in flight at once in `attention.py`: two gathers and a return.
 NUM_IN_FLIGHT = 3
@@ -63,6 +64,9 @@ class SymmetricTransport:
         dist.barrier(group)
         self._regions = Regions(0)
         self._buffers = _Mapped(of=(), handle=None)
+        self._watchdog = Watchdog(
+            f"symmetric memory of rank {self.rank}", _timeout_s(group, device)
+        )
 
     @property
     def buffer_bytes(self) -> int:
@@ -128,6 +132,7 @@ class SymmetricTransport:
             copy_bytes(stream, targets[source], shown, coming[source])
             write_flag(stream, self._flag(source, self.size + self.rank), place.number)
         is_received = stream.record_event()
+        self._watchdog.watch(is_received)
         self._unawaited[place.number] = received
 
         def finish() -> Tensor:
@@ -246,6 +251,12 @@ def _gathered[T](value: T, group: ProcessGroup) -> list[T]:
     values: list[T | None] = [None] * group.size()
     dist.all_gather_object(values, value, group)
     return values  # type: ignore[return-value]
+
+
+def _timeout_s(group: ProcessGroup, device: torch.device) -> float:
+    """Of the collectives of a group."""
+    backend = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
+    return backend.options._timeout.total_seconds()  # pyright: ignore[reportPrivateUsage]
 
 
 def _uuid(device_index: int | None) -> str:
