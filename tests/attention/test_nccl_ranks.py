@@ -232,8 +232,8 @@ def test_a_rank_that_is_late_changes_nothing():
 def stopping_rank(how: str) -> None:
     """Rank 1 stalls or raises before its second call, under a short timeout.
 
-    torch's watchdog sees the timeout when it is due, and by default ends the process a minute later,
-    in which ranks may write down what hung.
+    torch's watchdog sees the timeout when it is due. By default it ends the process a minute
+    later, a minute for ranks to write down what hung.
     """
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
 
@@ -249,6 +249,7 @@ def stopping_rank(how: str) -> None:
 @pytest.mark.parametrize(("how", "grace_s"), [("stalls", 1.0), ("raises", END_S)])
 def test_a_rank_that_stops_ends_the_other_within_the_timeout(monkeypatch, how, grace_s):
     monkeypatch.setattr(gloo, "GRACE_S", grace_s)  # after the first failure: time for the other
+    gloo._close_all()  # the watchdog's settings are those of a process's first group
     start = time.monotonic()
     survivor, stopped = run_outcomes(2, stopping_rank, how, timeout_s=2 * END_S)
     seconds = time.monotonic() - start
