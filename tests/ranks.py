@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
-from megatron_splitkv.comm import Counts, Pending, ThreadGroup, Transport
+from megatron_splitkv.comm import Counts, PassingTransport, Pending, ThreadGroup, Transport
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout, shard_rows, unshard_rows
 from megatron_splitkv.plan import Anchors, Plan, Queries
@@ -106,26 +106,17 @@ class Outputs:
 
 
 @dataclass
-class RecordingTransport:
+class RecordingTransport(PassingTransport):
     """Passes everything on and writes down each collective: its name, shape and counts."""
 
-    inner: Transport
     calls: list[tuple] = field(default_factory=list)
     bytes_sent: int = 0
 
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
-
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
-        away = sum(send_counts) - send_counts[self.rank]
-        self.calls.append(("exchange", rows.shape[1], tuple(send_counts), tuple(recv_counts)))
-        self.bytes_sent += away * rows.shape[1]
-        return self.inner.exchange(rows, send_counts, recv_counts)
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
+        sent, coming = counts[self.rank].tolist(), counts[:, self.rank].tolist()
+        self.calls.append(("exchange", rows.shape[1], tuple(sent), tuple(coming)))
+        self.bytes_sent += (sum(sent) - sent[self.rank]) * rows.shape[1]
+        return self.inner.exchange(rows, counts)
 
     def all_gather(self, rows: Tensor) -> Pending:
         self.calls.append(("all_gather", *rows.shape))

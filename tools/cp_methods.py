@@ -5,7 +5,8 @@ The rivals are in `cp_baselines.py`.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
 from megatron_splitkv.checks.limits import DTYPE_NAMES
+from megatron_splitkv.checks.oracle import document_mask
 from megatron_splitkv.comm import Transport
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
@@ -23,9 +25,11 @@ from megatron_splitkv.ops import (
     partial_attention,
     partial_attention_backward,
 )
-from megatron_splitkv.plan import make_plan
+from megatron_splitkv.plan import Suffix, make_plan
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+SMALL_LENS = (301, 1, 77, 134)  # divides by nothing
+SMALL_ROWS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +59,14 @@ class Method(ABC):
 
     Attributes:
         name: for tables.
+        is_ours: it runs on our kernels and transports, which can be looked into.
+        transport: what moves its rows on real ranks; None takes that of the run.
         rows, tokens: query rows and KV tokens of each rank, ascending.
     """
 
     name: str
+    is_ours: bool = True
+    transport: Transport | None = None
     rows: list[Int64Array]
     tokens: list[Int64Array]
 
@@ -81,6 +89,19 @@ class Method(ABC):
         """Why the method cannot run, or None."""
         return None
 
+    @classmethod
+    def small(cls, workload: Workload, cp_size: int) -> Workload:
+        """A problem of the kind, heads and mask of a large one that dense fp64 can work out."""
+        queries = workload.queries
+        if isinstance(queries, Suffix):
+            queries = Suffix(min(queries.num_rows, SMALL_ROWS))
+        return replace(workload, doc_lens=SMALL_LENS, queries=queries)
+
+    @classmethod
+    def mask(cls, workload: Workload) -> Tensor:
+        """What the method computes: which row sees which token, bool `[rows, tokens]`."""
+        return document_mask(workload.queries, workload.doc_lens)
+
     def row_intervals(self) -> Int64Array:
         """Tokens of the pack that each query row sees, `[rows, 2]`."""
         return self.workload.whole().model().row_intervals()
@@ -95,6 +116,7 @@ class SplitKV(Method):
     """The product: keys stay, queries travel."""
 
     name = "split-kv"
+    num_stages: int | None = None  # else as configured
 
     def place(self) -> None:
         self.plan = make_plan(
@@ -104,7 +126,7 @@ class SplitKV(Method):
             block_size=self.config.block_size,
             tolerance=self.config.balance_tolerance,
         )
-        num_stages = self.config.num_stages
+        num_stages = self.num_stages or self.config.num_stages
         self.layouts = [
             build_layout(self.plan, rank, num_stages=num_stages) for rank in range(self.cp_size)
         ]
@@ -119,6 +141,21 @@ class SplitKV(Method):
             layout=self.layouts[rank].to(device), transport=transport, config=self.config
         )
         return _SplitKVPart(context)
+
+
+def variant(
+    kind: type[Method], words: Sequence[str], transport: Transport | None, num_stages: int
+) -> type[Method]:
+    """The same method, set apart by words in its name.
+
+    Args:
+        transport: as `Method.transport`.
+        num_stages: of split-kv.
+    """
+    fields = {
+        "name": " ".join([kind.name, *words]), "transport": transport, "num_stages": num_stages
+    }  # fmt: skip
+    return type(kind.__name__, (kind,), fields)
 
 
 class _SplitKVPart(RankPart):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_splitkv.comm.transport import Counts, Pending
+from megatron_splitkv.comm.transport import Counts, Pending, empty_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,12 +168,15 @@ class ThreadTransport:
         """Ranks of the group."""
         return self.group.size
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
+    def send_buffer(self, counts: Counts, row_bytes: int, device: torch.device) -> Tensor:
+        """See `Transport.send_buffer`."""
+        return empty_rows(int(counts[self.rank].sum()), row_bytes, device)
+
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
-        received = rows.new_empty(sum(recv_counts), rows.shape[1])
-        return self.group.swap(
-            self.rank, rows.split(list(send_counts)), received, received.split(list(recv_counts))
-        )
+        sent, coming = counts[self.rank].tolist(), counts[:, self.rank].tolist()
+        received = rows.new_empty(sum(coming), rows.shape[1])
+        return self.group.swap(self.rank, rows.split(sent), received, received.split(coming))
 
     def all_gather(self, rows: Tensor) -> Pending:
         """See `Transport.all_gather`."""

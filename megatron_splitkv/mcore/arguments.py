@@ -103,9 +103,10 @@ def _add_exchange_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
     group.add_argument(
         "--splitkv-transport",
         default=defaults.transport,
-        metavar="{auto,nccl,gloo}",
-        help="what rows travel by: auto is the backend of the process group; gloo stages the rows "
-        "of a GPU through host memory, for processes that share one (default: %(default)s)",
+        metavar="{auto,nccl,symmetric,gloo}",
+        help="what rows travel by: auto is the backend of the process group; symmetric has the "
+        "GPUs of one host read each other's memory by copy engines; gloo stages the rows of a GPU "
+        "through host memory, for processes that share one (default: %(default)s)",
     )
     group.add_argument(
         "--splitkv-keep-queries",
