@@ -6,8 +6,9 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
-from megatron_splitkv.comm import Counts, Pending, Transport, transport_of
+from megatron_splitkv.comm import (
+    Counts,
+    PassingTransport,
+    Pending,
+    ProcessGroupTransport,
+    Transport,
+    transport_of,
+)
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
 from megatron_splitkv.plan import Causal, Full, Window, make_plan
@@ -32,43 +40,44 @@ LATE_S, SHORT_TIMEOUT_S = 20.0, 10.0  # the first call also sets the communicato
 END_S = 40.0
 
 
-def on_nccl(body: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> Any:
-    """Runs a body that takes a transport; each rank has a GPU of its own."""
+def on_nccl(
+    body: Callable[..., Any], *arguments: Any, choice: str = "nccl", timeout_s: float = 60.0
+) -> Any:
+    """Runs a body that takes a transport of that choice; each rank has a GPU of its own."""
     device = torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     group = dist.new_group(backend="nccl", device_id=device, timeout=timeout)
-    transport = transport_of(group, device)
+    transport = transport_of(group, device, choice)
     assert transport is not None
     return body(transport, *arguments)
 
 
 @dataclass
-class DelayedTransport:
-    """Puts random pauses of up to 5 ms before each collective and behind it, and in between on a
-    stream that only the collective waits for."""
+class DelayedTransport(PassingTransport):
+    """Puts random pauses of up to 5 ms before each collective and behind it.
 
-    inner: Transport
+    Attributes:
+        draw: how long they are.
+        side: if given, the stream that collectives start from, with a pause that nothing else
+            waits for; NCCL then lets another stream wait for them.
+    """
+
     draw: random.Random
-    side: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
+    side: torch.cuda.Stream | None = None
 
     def pause(self) -> None:
         torch.cuda._sleep(self.draw.randrange(8_000_000))
 
     def late(self, start: Callable[[], Pending]) -> Pending:
         self.pause()
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            self.pause()
+        if self.side is None:
             pending = start()
+        else:
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
+                self.pause()
+                pending = start()
 
         def finish() -> Tensor:
             rows = pending.wait()
@@ -78,22 +87,23 @@ class DelayedTransport:
 
         return Pending(finish)
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
-        return self.late(lambda: self.inner.exchange(rows, send_counts, recv_counts))
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
+        return self.late(lambda: self.inner.exchange(rows, counts))
 
     def all_gather(self, rows: Tensor) -> Pending:
         return self.late(lambda: self.inner.all_gather(rows))
 
 
-def hashes_of_repeats(transport: Transport, num_repeats: int, is_delayed: bool) -> set[str]:
-    """Hashes of this rank's results."""
+def hashes_of_repeats(transport: Transport, is_delayed: bool) -> set[str]:
+    """Hashes of this rank's results in 20 runs."""
     torch.use_deterministic_algorithms(True)
     plan = make_plan([3000, 1096], 2)
     inputs = random_inputs(plan, HEADS, torch.bfloat16, seed=22)
     found = set()
-    for repeat in range(num_repeats):
+    side = torch.cuda.Stream() if isinstance(transport, ProcessGroupTransport) else None
+    for repeat in range(20):
         draw = random.Random(100 * repeat + transport.rank)
-        wrapped = DelayedTransport(transport, draw) if is_delayed else transport
+        wrapped = DelayedTransport(transport, draw, side) if is_delayed else transport
         digest = hashlib.sha256()
         for part in run_rank(plan, inputs, wrapped, SplitKVConfig(), device="cuda"):
             if part is not None:
@@ -103,12 +113,15 @@ def hashes_of_repeats(transport: Transport, num_repeats: int, is_delayed: bool) 
     return found
 
 
-# A22: one hash, whatever the timing.
+# A22: one hash, whatever the timing and the transport.
 def test_the_same_bits_at_any_timing():
-    plain = run_gloo(2, on_nccl, hashes_of_repeats, 20, False)
-    delayed = run_gloo(2, on_nccl, hashes_of_repeats, 20, True)
-    assert [len(found) for found in plain] == [1, 1]
-    assert delayed == plain
+    found = [
+        run_gloo(2, partial(on_nccl, choice=choice), hashes_of_repeats, is_delayed)
+        for choice in ("nccl", "symmetric")
+        for is_delayed in (False, True)
+    ]
+    assert [len(hashes) for hashes in found[0]] == [1, 1]
+    assert all(hashes == found[0] for hashes in found)
 
 
 @dataclass(frozen=True, kw_only=True)
