@@ -9,12 +9,13 @@ that attention keeps every SM:
 
 The buffers are symmetric memory of torch (`torch.distributed._symmetric_memory`): every rank has
 mapped those of the others. All ranks know all counts, so all give a collective the same place.
-A rank that stalls holds back the streams of the others, until whatever watches over them, such as
-the timeout of an NCCL collective behind it, ends the process.
+A rank that stalls holds back the streams of the others; after the timeout of the group their
+processes end.
 """
 
 import socket
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +26,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_splitkv.comm.regions import Regions
-from megatron_splitkv.comm.stream_flags import FLAG_BYTES, wait_for_flag, write_flag
+from megatron_splitkv.comm.stream_ops import (
+    FLAG_BYTES,
+    copy_bytes,
+    wait_for_flag,
+    write_flag,
+)
 from megatron_splitkv.comm.transport import Counts, Pending
+from megatron_splitkv.comm.watchdog import Watchdog
 
 # Collectives that are in flight at once in `attention.py`: two gathers and a return.
 NUM_IN_FLIGHT = 3
@@ -57,11 +64,19 @@ class SymmetricTransport:
         dist.barrier(group)
         self._regions = Regions(0)
         self._buffers = _Mapped(of=(), handle=None)
+        self._watchdog = Watchdog(
+            f"symmetric memory of rank {self.rank}", _timeout_s(group, device)
+        )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of this GPU that hold what is sent; torch's figures of memory leave them out."""
+        return self._regions.capacity
 
     def send_buffer(self, counts: Counts, row_bytes: int, device: torch.device) -> Tensor:
         """See `Transport.send_buffer`."""
         assert self._prepared is None, "the exchange of a send buffer must follow it"
-        size, _ = places_of(counts, self.rank, row_bytes)
+        size, _, _ = places_of(counts, self.rank, row_bytes)
         place = self._take(size, np.flatnonzero(counts[self.rank]).tolist())
         self._prepared = place
         num_rows = int(counts[self.rank].sum())
@@ -70,53 +85,54 @@ class SymmetricTransport:
     def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
         row_bytes = rows.shape[1]
-        coming = counts[:, self.rank].tolist()
-        received = rows.new_empty(sum(coming), row_bytes)
-        targets = received.split(coming)
-        size, begins = places_of(counts, self.rank, row_bytes)
-        own = begins[self.rank] // row_bytes
-        targets[self.rank].copy_(rows[own : own + coming[self.rank]])
+        size, begins, coming = places_of(counts, self.rank, row_bytes)
+        received = rows.new_empty(sum(coming) // row_bytes, row_bytes)
+        stream = torch.cuda.current_stream(self._device)
+        target, own = received.data_ptr() + sum(coming[: self.rank]), begins[self.rank]
+        if coming[self.rank]:
+            copy_bytes(stream, target, rows.data_ptr() + own, coming[self.rank])
         place, self._prepared = self._prepared, None
         if place is None:
             place = self._take(size, np.flatnonzero(counts[self.rank]).tolist())
             self._at(place, rows.numel()).copy_(rows.view(-1))
-        return self._collective(place, received, targets, begins)
+        return self._collective(place, received, begins, coming)
 
     def all_gather(self, rows: Tensor) -> Pending:
         """See `Transport.all_gather`."""
         received = rows.new_empty(self.size, *rows.shape)
         received[self.rank].copy_(rows)
+        each = rows.numel()
         assert self._prepared is None, "the exchange of a send buffer must follow it"
-        place = self._take(rows.numel(), range(self.size) if len(rows) else ())
-        self._at(place, rows.numel()).copy_(rows.view(-1))
-        return self._collective(place, received, received.unbind(0), [0] * self.size)
+        place = self._take(each, range(self.size) if each else ())
+        self._at(place, each).copy_(rows.view(-1))
+        return self._collective(place, received, [0] * self.size, [each] * self.size)
 
     def _collective(
-        self, place: "_Place", received: Tensor, targets: Sequence[Tensor], begins: Sequence[int]
+        self, place: "_Place", received: Tensor, begins: Sequence[int], coming: Sequence[int]
     ) -> Pending:
         """Tells the readers of what lies in the place, and pulls what the others show.
 
         Args:
             place: where the rows are, here and on all ranks.
-            received: the buffer of the targets.
-            targets: where the rows of each other rank go, contiguous views of `received`.
-            begins: first byte of these in the place of that rank.
+            received: memory for the rows of each rank, in rank order; the own ones are there.
+            begins: first byte in the place of each rank of what is pulled from it.
+            coming: bytes of it.
         """
         mine, stream = torch.cuda.current_stream(self._device), self._stream
         for reader in place.readers:
             write_flag(mine, self._flag(reader, self.rank), place.number)
         stream.wait_stream(mine)  # it owns the memory of `received`
-        with torch.cuda.stream(stream):
-            for step in range(1, self.size):
-                source = (self.rank + step) % self.size  # not all ranks at one source
-                target = targets[source].view(-1)
-                if len(target) == 0:
-                    continue
-                begin = place.begin + begins[source]
-                wait_for_flag(stream, self._flag(self.rank, source), place.number)
-                target.copy_(self._buffers.of[source][begin : begin + len(target)])
-                write_flag(stream, self._flag(source, self.size + self.rank), place.number)
-            is_received = stream.record_event()
+        targets = [received.data_ptr() + before for before in accumulate(coming, initial=0)]
+        for step in range(1, self.size):
+            source = (self.rank + step) % self.size  # not all ranks at one source
+            if coming[source] == 0:
+                continue
+            shown = self._buffers.of[source].data_ptr() + place.begin + begins[source]
+            wait_for_flag(stream, self._flag(self.rank, source), place.number)
+            copy_bytes(stream, targets[source], shown, coming[source])
+            write_flag(stream, self._flag(source, self.size + self.rank), place.number)
+        is_received = stream.record_event()
+        self._watchdog.watch(is_received)
         self._unawaited[place.number] = received
 
         def finish() -> Tensor:
@@ -195,12 +211,16 @@ class _Mapped(NamedTuple):
     handle: object
 
 
-def places_of(counts: Counts, rank: int, row_bytes: int) -> tuple[int, list[int]]:
-    """How large the regions of an exchange are, and where in that of each rank the rows begin that
-    are for this one, in bytes.
+def places_of(counts: Counts, rank: int, row_bytes: int) -> tuple[int, list[int], list[int]]:
+    """Where the rows of an exchange lie, in bytes.
+
+    Returns:
+        The size of a region that holds those of any rank; where in the region of each rank begins
+        what is for this one; and how much that is.
     """
-    begins = (np.cumsum(counts, axis=1) - counts)[:, rank] * row_bytes
-    return int(counts.sum(axis=1).max()) * row_bytes, begins.tolist()
+    begins = counts[:, :rank].sum(axis=1) * row_bytes
+    coming = counts[:, rank] * row_bytes
+    return int(counts.sum(axis=1).max()) * row_bytes, begins.tolist(), coming.tolist()
 
 
 def reason_against(group: ProcessGroup, device: torch.device) -> str | None:
@@ -231,6 +251,12 @@ def _gathered[T](value: T, group: ProcessGroup) -> list[T]:
     values: list[T | None] = [None] * group.size()
     dist.all_gather_object(values, value, group)
     return values  # type: ignore[return-value]
+
+
+def _timeout_s(group: ProcessGroup, device: torch.device) -> float:
+    """Of the collectives of a group."""
+    backend = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
+    return backend.options._timeout.total_seconds()  # pyright: ignore[reportPrivateUsage]
 
 
 def _uuid(device_index: int | None) -> str:

@@ -104,9 +104,10 @@ def _add_exchange_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
         "--splitkv-transport",
         default=defaults.transport,
         metavar="{auto,nccl,symmetric,gloo}",
-        help="what rows travel by: auto is the backend of the process group; symmetric has the "
-        "GPUs of one host read each other's memory by copy engines; gloo stages the rows of a GPU "
-        "through host memory, for processes that share one (default: %(default)s)",
+        help="what rows travel by: symmetric has the GPUs of one host read each other's memory by "
+        "copy engines; auto is that where it can be had, else the backend of the process group; "
+        "gloo stages the rows of a GPU through host memory, for processes that share one "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--splitkv-keep-queries",

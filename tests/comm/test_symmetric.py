@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_splitkv.comm import SymmetricTransport, symmetric, transport_of
+from megatron_splitkv.comm import SymmetricTransport, process_group, symmetric, transport_of
 from megatron_splitkv.comm.symmetric import places_of
 from tests.gloo import run_gloo
 from tests.transports import check_exchange, counts_between, exchange_body, rows_between
@@ -51,6 +51,21 @@ def test_other_hosts_and_gpus_that_cannot_be_read_are_refused_on_every_rank():
         assert text == "ranks [1] cannot read the memory of all the others' GPUs"
 
 
+def is_symmetric_by_default(reason: str | None) -> bool:
+    """What a group of NCCL gives when nothing is asked for."""
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
+        mock.patch.object(process_group, "reason_against", return_value=reason),
+        mock.patch.object(process_group, "SymmetricTransport") as made,
+    ):
+        return transport_of(dist.group.WORLD, torch.device("cuda", 0)) is made.return_value
+
+
+def test_memory_is_read_by_default_where_it_can_be():
+    assert run_gloo(2, is_symmetric_by_default, None) == [True, True]
+    assert run_gloo(2, is_symmetric_by_default, "two hosts") == [False, False]
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_rank_finds_its_rows_in_what_the_others_show(size):
     counts = counts_between(size, seed=size).numpy()
@@ -59,11 +74,11 @@ def test_a_rank_finds_its_rows_in_what_the_others_show(size):
         for source in range(size)
     ]
     for rank in range(size):
-        region, begins = places_of(counts, rank, row_bytes=16)
+        region, begins, coming = places_of(counts, rank, row_bytes=16)
         assert region == max(rows.numel() for rows in shown)
-        for source, begin in enumerate(begins):
+        for source, (begin, num_bytes) in enumerate(zip(begins, coming, strict=True)):
             due = rows_between(source, rank, int(counts[source, rank]), 16).flatten()
-            assert torch.equal(shown[source].flatten()[begin : begin + len(due)], due)
+            assert torch.equal(shown[source].flatten()[begin : begin + num_bytes], due)
 
 
 def my_device() -> torch.device:

@@ -96,7 +96,10 @@ def test_yaml_is_refused():
             "--splitkv-partial-dtype int8",
             r"partial_dtype='int8' is unknown; choose one of auto, fp32",
         ),
-        ("--splitkv-transport mpi", r"transport='mpi' is unknown; choose one of auto, nccl, gloo"),
+        (
+            "--splitkv-transport mpi",
+            r"transport='mpi' is unknown; choose one of auto, nccl, symmetric, gloo",
+        ),
         ("--splitkv-stages 0", r"num_stages=0 must be at least 1"),
         (
             "--splitkv-ranks-per-node 3",
