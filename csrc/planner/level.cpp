@@ -71,6 +71,13 @@ class Exchange {
                model_.pairs_in(cheap_.doc, {cheap_.end - tokens, cheap_.end});
     }
 
+    // What another pair of keys gains after `tokens` of them.
+    int64_t next_gain(int64_t tokens) const {
+        const int64_t dear = dear_.begin + tokens, cheap = cheap_.end - tokens - 1;
+        return model_.pairs_in(dear_.doc, {dear, dear + 1}) -
+               model_.pairs_in(cheap_.doc, {cheap, cheap + 1});
+    }
+
     // No number of tokens gains more: the first pair of keys gains most.
     __int128 most_gain() const {
         return static_cast<__int128>(gain(1)) * std::min(dear_.tokens(), cheap_.tokens());
@@ -82,7 +89,9 @@ class Exchange {
     void meet(const Aim& aim, Swap& swap) const {
         const int64_t most = std::min(dear_.tokens(), cheap_.tokens());
         // The gain first rises with the tokens, then falls.
-        const int64_t peak = first(0, most, [this](int64_t n) { return gain(n + 1) <= gain(n); });
+        const int64_t peak = gain(most) >= aim.wanted
+                                 ? most
+                                 : first(0, most, [this](int64_t n) { return next_gain(n) <= 0; });
         int64_t tokens = first(0, peak, [&](int64_t n) { return gain(n) >= aim.wanted; });
         int64_t offset = 0;
         const int64_t beyond = gain(tokens) - aim.wanted;

@@ -7,7 +7,6 @@
 #include "planner/assign.h"
 #include "planner/exchange.h"
 #include "planner/level.h"
-#include "planner/sort.h"
 #include "planner/spread.h"
 #include "planner/whole.h"
 
@@ -22,9 +21,9 @@ std::vector<int64_t> slack_of(const std::vector<Budget>& budgets, int64_t tolera
     return slack;
 }
 
-// Items to place, the dearest first, and bins (ranks, or nodes of them) of as many tokens.
+// Items to place, and bins (ranks, or nodes of them) of as many tokens.
 struct Task {
-    std::vector<Item> items;
+    const std::vector<Item>& items;
     Company all;  // what the items cost
     std::vector<Budget> budgets;
     std::vector<int64_t> slack;
@@ -41,21 +40,9 @@ void add(const Item& item, Company& company) {
     company.tokens += item.piece.tokens();
 }
 
-std::vector<Item> dearest_first(const std::vector<Item>& items) {
-    int64_t dearest = 0;
-    for (const Item& item : items) dearest = std::max(dearest, item.cost);
-    std::vector<Keyed> order(items.size());
-    for (size_t i = 0; i < items.size(); ++i) order[i] = {dearest - items[i].cost, i};
-    sort_by_key(order);
-    std::vector<Item> sorted;
-    sorted.reserve(items.size());
-    for (const auto& [cost, i] : order) sorted.push_back(items[i]);
-    return sorted;
-}
-
 Task make_task(const std::vector<Item>& items, const std::vector<Budget>& budgets,
                int64_t tolerance) {
-    Task task = {dearest_first(items), {0, 0}, budgets, slack_of(budgets, tolerance)};
+    Task task = {items, {0, 0}, budgets, slack_of(budgets, tolerance)};
     for (const Item& item : items) add(item, task.all);
     return task;
 }
