@@ -10,9 +10,19 @@ if [[ -z "${PYTHON:-}" ]]; then
     PYTHON="$here/../.venv/bin/python"
     [[ -x "$PYTHON" ]] || PYTHON=python3
 fi
-read -r gpus has_kernels < <("$PYTHON" -c 'import torch
+read -r gpus has_kernels has_te has_apex < <("$PYTHON" -c '
+import contextlib, importlib, sys, torch
 from megatron_splitkv.mcore.launch import has_cuda_kernels
-print(torch.cuda.device_count(), int(has_cuda_kernels()))')
+def has(name):
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            importlib.import_module(name)
+    except (ImportError, OSError):
+        return 0
+    return 1
+gpus = torch.cuda.device_count()
+packages = ("transformer_engine.pytorch", "fused_weight_gradient_mlp_cuda") if gpus else ()
+print(gpus, int(has_cuda_kernels()), *map(has, packages))')
 if ((gpus > 0 && !has_kernels)) && [[ "${IMPL:-splitkv}" == splitkv ]]; then
     echo "this build of megatron_splitkv has no CUDA kernels: CPU mode, although there are" \
         "$gpus GPUs; IMPL=megatron trains on them" >&2
@@ -37,6 +47,7 @@ CP="${CP:-$default_cp}"                   # context-parallel ranks: each sequenc
 NPROC="${NPROC:-}"                        # processes here; empty: TP*PP*CP; more: data-parallel
 SEQ_LEN="${SEQ_LEN:-$default_seq}"        # tokens of one sequence, a multiple of 2*CP
 PACKED="${PACKED:-1}"                     # 1: attention stops at document ends; 0: it does not
+BACKEND="${BACKEND:-nccl}"                # between GPUs; gloo is slow and lets processes share one
 MICRO_BATCH="${MICRO_BATCH:-1}"           # sequences of one forward pass
 GLOBAL_BATCH="${GLOBAL_BATCH:-}"          # sequences of one optimizer step; empty: two passes
 TRAIN_ITERS="${TRAIN_ITERS:-$default_iters}" # optimizer steps
@@ -71,6 +82,8 @@ for knob in TP PP CP NPROC SEQ_LEN MICRO_BATCH GLOBAL_BATCH TRAIN_ITERS LAYERS H
         refuse "$knob=${!knob}" "a whole number, 1 or more, in digits alone" "unset it for a default"
 done
 [[ "$PACKED" =~ ^[01]$ ]] || refuse "PACKED=$PACKED" "0 or 1" "unset it for a default"
+[[ "$BACKEND" =~ ^(nccl|gloo)$ ]] ||
+    refuse "BACKEND=$BACKEND" "nccl or gloo" "unset it for a default"
 need_multiple NPROC "TP*PP*CP"
 need_multiple GLOBAL_BATCH "MICRO_BATCH*(NPROC/(TP*PP*CP))"
 need_multiple LAYERS PP
@@ -80,8 +93,9 @@ need_multiple HEADS TP
 need_multiple HIDDEN "2*HEADS" # rotary embedding turns pairs of a head's elements
 ((CP == 1)) || need_multiple SEQ_LEN "2*CP"
 ((TP == 1)) || need_multiple SEQ_LEN "TP*CP" # sequence parallelism
-if ((gpus > 0 && NPROC > gpus)); then
-    refuse "NPROC=$NPROC" "at most the $gpus GPUs of this machine" "lower TP, PP or CP"
+if ((gpus > 0 && NPROC > gpus)) && [[ "$BACKEND" == nccl ]]; then
+    refuse "NPROC=$NPROC" "at most the $gpus GPUs of this machine" \
+        "lower TP, PP or CP, or have processes share a GPU with BACKEND=gloo"
 fi
 
 data="$("$PYTHON" "$here/prepare_text.py" --output "$OUT/data" --min-tokens $((SEQ_LEN + 1)) \
@@ -114,11 +128,12 @@ args=(
 ((TP == 1)) || args+=(--sequence-parallel)
 if ((gpus > 0)); then
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-    args+=(--bf16 --distributed-backend nccl)
-    if ! "$PYTHON" -c 'import transformer_engine.pytorch' 2> /dev/null; then
-        args+=(--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
-            --no-masked-softmax-fusion --no-rope-fusion)
-    fi
+    args+=(--bf16 --distributed-backend "$BACKEND")
+    [[ "$BACKEND" != gloo || "$IMPL" != splitkv ]] || args+=(--splitkv-transport gloo)
+    ((has_te)) || args+=(--transformer-impl local --no-persist-layer-norm
+        --no-masked-softmax-fusion --no-rope-fusion)
+    # The output layer is Megatron's own beside Transformer Engine too, and its fusion is of apex.
+    ((has_apex)) || args+=(--no-gradient-accumulation-fusion)
 fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the launcher shares the cores out; see its line

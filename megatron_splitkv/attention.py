@@ -7,18 +7,17 @@
 
 Backward uses the merged lse and the delta of the merged output. A rank's own rows come first and
 need no network; the rows of the other ranks follow in stages. While one stage is computed, the rows
-of the next and the answers to the last are in flight.
+of the next and the answers to the last are in flight. Where rows are few beside the keys, the own
+ones are part of the only stage.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_splitkv.comm import Pending, RowFormat, Transport, gather_rows, return_rows
+from megatron_splitkv.comm import RowFormat, Transport
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import ExchangeStage, KeyIntervals, ShardLayout
 from megatron_splitkv.ops.add import add_partials_
@@ -26,6 +25,7 @@ from megatron_splitkv.ops.delta import attention_delta
 from megatron_splitkv.ops.merge import merge_partials_
 from megatron_splitkv.ops.partial_attention import partial_attention, partial_attention_backward
 from megatron_splitkv.ops.work_lists import WorkLists
+from megatron_splitkv.stages import run_stages
 from megatron_splitkv.wire import PartialFormat
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -208,8 +208,7 @@ class _SplitKVAttention(torch.autograd.Function):
         keys, block = _KeysValues(k, v), _paired(block_k, block_v)
         dq, dkeys, dblock = _backward(rows, keys, block, ctx.kept_queries, ctx.call)
         dsink = None if sink is None else -(_weight(sink, lse) * delta).sum(0).to(sink.dtype)
-        dblock = (None, None) if dblock is None else dblock.to(q.dtype)
-        return dq.to(q.dtype), *dkeys.to(q.dtype), *dblock, dsink, None
+        return dq, *dkeys, *(dblock or (None, None)), dsink, None
 
 
 class _KeysValues(NamedTuple):
@@ -257,7 +256,10 @@ def _forward(
         )  # fmt: skip
 
     def attend_own() -> tuple[Tensor, Tensor]:
-        merged = attend(q, keys, layout.own, own_dtype)
+        if layout.own is None:
+            merged = _nothing_seen(q, keys.v.shape[2])
+        else:
+            merged = attend(q, keys, layout.own, own_dtype)
         if block is not None and layout.block is not None:
             each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
             of_block = attend(q, block, layout.block, torch.float32)
@@ -279,9 +281,15 @@ def _forward(
             *merged, part.values, part.lse, stage.return_ptr, stage.return_slots, part.scale
         )
 
-    out, lse = _run_stages(
-        call, lambda rows: query_format.pack([q], rows), attend_own, attend_gathered, merge
+    (out, lse), finish = run_stages(
+        layout.stages,
+        call.context.transport,
+        lambda rows: query_format.pack([q], rows),
+        attend_own,
+        attend_gathered,
+        merge,
     )
+    finish()
     return out, lse, kept
 
 
@@ -292,9 +300,11 @@ def _backward(
     kept_queries: list[Tensor],
     call: _Call,
 ) -> tuple[Tensor, _KeysValues, _KeysValues | None]:
-    """Returns dq of the own rows, and the gradients of the local keys and of the blocks, fp32."""
+    """Returns dq of the own rows, and the gradients of the local keys and of the blocks, all in
+    the dtype of the inputs.
+    """
     layout = call.layout
-    dkeys = keys.empty_gradients()  # written by the own rows, then added to
+    dkeys = keys.empty_gradients()  # written by the first rows, then added to
     dblock = None if block is None else block.empty_gradients()
     sent = [rows.dout, rows.lse, rows.delta] + ([] if kept_queries else [rows.q])
     sent_format = RowFormat(tuple((tensor.shape[1:], tensor.dtype) for tensor in sent))
@@ -316,7 +326,10 @@ def _backward(
         )  # fmt: skip
 
     def attend_own() -> Tensor:
-        dq = attend(rows, keys, layout.own, dkeys, accumulate=False)
+        if layout.own is None:
+            dq = torch.zeros_like(rows.q, dtype=torch.float32)
+        else:
+            dq = attend(rows, keys, layout.own, dkeys, accumulate=False)
         if block is not None and dblock is not None and layout.block is not None:
             dq.add_(attend(rows, block, layout.block, dblock, accumulate=False))
         return dq
@@ -325,48 +338,32 @@ def _backward(
         dout, lse, delta, *queries = sent_format.unpack(packed)
         q = queries[0] if queries else next(kept)
         part = _BackwardRows(dout=dout, q=q, lse=lse, delta=delta)
-        return dq_format.pack(attend(part, keys, stage.intervals, dkeys, accumulate=True))
+        is_added = layout.own is not None
+        return dq_format.pack(attend(part, keys, stage.intervals, dkeys, accumulate=is_added))
 
     def add(dq: Tensor, stage: ExchangeStage, packed: Tensor) -> None:
         part = dq_format.unpack(packed)
         add_partials_(dq, part.values, stage.return_ptr, stage.return_slots, part.scale)
 
-    dq = _run_stages(
-        call, lambda index: sent_format.pack(sent, index), attend_own, attend_gathered, add
+    dq, finish = run_stages(
+        layout.stages,
+        call.context.transport,
+        lambda index: sent_format.pack(sent, index),
+        attend_own,
+        attend_gathered,
+        add,
     )
-    return dq, dkeys, dblock
+    dtype = rows.q.dtype
+    dkeys = dkeys.to(dtype)  # while the last answers are in flight
+    dblock = None if dblock is None else dblock.to(dtype)
+    finish()
+    return dq.to(dtype), dkeys, dblock
 
 
-def _run_stages[T](
-    call: _Call,
-    pack: Callable[[Tensor | None], Tensor],
-    compute_own: Callable[[], T],
-    compute: Callable[[ExchangeStage, Tensor], Tensor],
-    consume: Callable[[T, ExchangeStage, Tensor], None],
-) -> T:
-    """Own rows, then each stage: gather, compute, return, consume into what the own rows gave.
-
-    The gather of the next stage and the return of the last one are in flight during the compute
-    of this one, and no more: buffers are those of two stages. The order of collectives is that of
-    the layout, the same on every rank.
-    """
-    stages, transport = call.layout.stages, call.context.transport
-    if transport is None or not stages:
-        return compute_own()
-    arriving = gather_rows(pack, stages[0], transport)
-    own = compute_own()
-    returning: tuple[ExchangeStage, Pending] | None = None
-    for stage, following in zip_longest(stages, stages[1:]):
-        rows = arriving.wait()
-        if following is not None:
-            arriving = gather_rows(pack, following, transport)
-        answers = return_rows(compute(stage, rows), stage, transport)
-        if returning is not None:
-            consume(own, returning[0], returning[1].wait())
-        returning = stage, answers
-    assert returning is not None, "there is a stage"
-    consume(own, returning[0], returning[1].wait())
-    return own
+def _nothing_seen(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """out and lse of rows that have met no key."""
+    out = q.new_zeros((*q.shape[:2], dim), dtype=torch.float32)
+    return out, torch.full(q.shape[:2], -torch.inf, device=q.device)
 
 
 def _merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:

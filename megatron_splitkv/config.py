@@ -6,7 +6,7 @@ PARTIAL_DTYPES = ("auto", "fp32", "bf16", "fp16")
 # What "auto" means for a dtype of inputs: the cheapest format that keeps the error of 8 ranks
 # within 1.25 times that of one (tools/results/2026-11-29-h200-runtime.md).
 AUTO_PARTIAL_DTYPES = {"fp32": "fp32", "bf16": "fp16", "fp16": "fp32"}
-TRANSPORTS = ("auto", "nccl", "gloo")
+TRANSPORTS = ("auto", "nccl", "symmetric", "gloo")
 KV_TILE_TOKENS = 64  # the smallest KV tile of our kernels; user-set block sizes are multiples of it
 WIRE_ALIGNMENT_BYTES = 16  # each field of a travelling row starts at a multiple of it
 
@@ -26,6 +26,7 @@ class SplitKVConfig:
             "fp16" (beside an fp32 scale for each row and head), or "auto", which is fp16 for bf16
             inputs and else fp32. Merging is always done in fp32.
         transport: "auto" is the backend of the process group, NCCL on GPUs; "nccl" insists on it;
+            "symmetric" has the GPUs of one host read each other's memory by their copy engines;
             "gloo" stages the rows of a GPU through host memory, for processes that share it.
         keep_queries: keep the gathered query rows of the forward pass for the backward pass
             instead of gathering them again: less traffic, more memory.

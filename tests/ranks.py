@@ -121,11 +121,11 @@ class RecordingTransport:
     def size(self) -> int:
         return self.inner.size
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
-        away = sum(send_counts) - send_counts[self.rank]
-        self.calls.append(("exchange", rows.shape[1], tuple(send_counts), tuple(recv_counts)))
-        self.bytes_sent += away * rows.shape[1]
-        return self.inner.exchange(rows, send_counts, recv_counts)
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
+        sent, coming = counts[self.rank].tolist(), counts[:, self.rank].tolist()
+        self.calls.append(("exchange", rows.shape[1], tuple(sent), tuple(coming)))
+        self.bytes_sent += (sum(sent) - sent[self.rank]) * rows.shape[1]
+        return self.inner.exchange(rows, counts)
 
     def all_gather(self, rows: Tensor) -> Pending:
         self.calls.append(("all_gather", *rows.shape))

@@ -47,7 +47,10 @@ def test_is_a_value():
             {"partial_dtype": "fp8"},
             "partial_dtype='fp8' is unknown; choose one of auto, fp32, bf16, fp16",
         ),
-        ({"transport": "mpi"}, "transport='mpi' is unknown; choose one of auto, nccl, gloo"),
+        (
+            {"transport": "mpi"},
+            "transport='mpi' is unknown; choose one of auto, nccl, symmetric, gloo",
+        ),
         ({"balance_tolerance": 1.5}, "balance_tolerance=1.5 must lie in [0, 1]"),
         ({"balance_tolerance": float("nan")}, "balance_tolerance=nan must lie in [0, 1]"),
         ({"ranks_per_node": 0}, "ranks_per_node=0 must be at least 1; leave it out"),

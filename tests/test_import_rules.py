@@ -24,7 +24,8 @@ ROOMS: dict[str, set[str]] = {
     "comm": _BELOW_COMM,
     "ops": {"errors", "config", "_kernels"},
     "wire": {"config", "comm", "ops"},
-    "attention": _BELOW_COMM | {"comm", "ops", "wire"},
+    "stages": {"comm", "layout"},
+    "attention": _BELOW_COMM | {"comm", "ops", "stages", "wire"},
     # What `verify` and `doctor` look at: all of the product but Megatron, which mcore checks.
     "checks": {*_BELOW_MCORE, "_kernels"},
     "mcore": {*_BELOW_MCORE, "checks"},
@@ -39,6 +40,7 @@ MEGATRON_ROOMS = {"mcore", "launch"}
 DISTRIBUTED_FILES = {
     "comm/__init__.py",
     "comm/process_group.py",
+    "comm/symmetric.py",
     "checks/processes.py",
     "mcore/cpu_mode.py",
     "mcore/launch.py",

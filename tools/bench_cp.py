@@ -28,10 +28,12 @@ from dataclasses import asdict
 import torch
 from cp_baselines import METHODS
 from cp_gate import check_on_threads
-from cp_measure import Measurement, measure_real, measure_replay
+from cp_measure import Measurement, measure_real
+from cp_measure_replay import measure_replay
+from cp_peers import PEERS
 from cp_replay import Link
 from cp_report import Line, markdown, print_lines
-from cp_workloads import WORKLOADS, Workload
+from cp_workloads import NAMES, WORKLOADS, Workload, workload_of
 from plan_options import parse_heads, parse_lengths
 
 from megatron_splitkv.checks.options import output_file, positive_float, positive_int
@@ -42,7 +44,7 @@ from megatron_splitkv.checks.processes import (
     is_launched,
     join_world,
 )
-from megatron_splitkv.config import PARTIAL_DTYPES, SplitKVConfig
+from megatron_splitkv.config import PARTIAL_DTYPES, TRANSPORTS, SplitKVConfig
 from megatron_splitkv.plan import Causal, Suffix
 
 # Two H200 of one host, NCCL 2.28.9: 175 to 305 GB/s all_to_all at 64 to 1024 MiB, 197 to 266
@@ -61,8 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("mode", choices=("replay", "real"))
-    add("--workloads", nargs="+", choices=[w.name for w in WORKLOADS], metavar="NAME",
-        help=f"of {', '.join(w.name for w in WORKLOADS)} (default: all)")  # fmt: skip
+    add("--workloads", nargs="+", type=workload_of, metavar="NAME",
+        help=f"of {', '.join(NAMES)}, or other sizes, as in 64k-gqa, 2k-1m, pile-64k (default: "
+        "these)")  # fmt: skip
     add("--lengths", type=parse_lengths, metavar="L1,L2,...", help="instead: these documents")
     add(
         "--suffix",
@@ -72,8 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--heads", type=parse_heads, metavar="Q/KV", help="with --lengths (default: 32/8)")
     add("--head-dim", type=positive_int, metavar="N", help="with --lengths (default: 128)")
-    add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS),
-        help="(default: all)")  # fmt: skip
+    add("--methods", nargs="+", choices=[*METHODS, *PEERS], default=list(METHODS), metavar="NAME",
+        help=f"of {', '.join(METHODS)}, and in real mode {', '.join(PEERS)}, which need "
+        "transformer-engine (default: all that run on our kernels)")  # fmt: skip
     add("--cp", type=positive_int, nargs="+", metavar="N",
         help="replay: ranks to simulate (default: 8); real takes all processes")  # fmt: skip
     add(
@@ -89,6 +93,8 @@ def build_parser() -> argparse.ArgumentParser:
         "dk and dv of the others (default: %(default)s)")  # fmt: skip
     add("--stages", type=positive_int, default=SplitKVConfig().num_stages, metavar="N",
         help="of split-kv (default: %(default)s)")  # fmt: skip
+    add("--transport", choices=TRANSPORTS, default="auto",
+        help="real: what moves the rows of our methods (default: %(default)s)")  # fmt: skip
     add("--keep-queries", action="store_true", help="of split-kv: queries travel once")
     add("--alpha-us", type=positive_float, default=ALPHA_US, metavar="US",
         help="replay: latency of a collective (default: %(default)s)")  # fmt: skip
@@ -114,8 +120,7 @@ def workloads_of(args: argparse.Namespace) -> list[Workload]:
             if getattr(args, name) is not None:
                 option = "--" + name.replace("_", "-")
                 raise ValueError(f"{option} describes a workload of its own; give --lengths too")
-        by_name = {workload.name: workload for workload in WORKLOADS}
-        return [by_name[name] for name in args.workloads or by_name]
+        return args.workloads or WORKLOADS
     if args.workloads:
         raise ValueError("--workloads and --lengths exclude each other; give one of them")
     heads_q, heads_kv = heads = args.heads or (32, 8)
@@ -141,7 +146,7 @@ def run(args: argparse.Namespace, world: World | None, device: torch.device) -> 
         num_stages=args.stages, partial_dtype=args.partial_dtype, keep_queries=args.keep_queries
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    kinds = [METHODS[name] for name in args.methods]
+    kinds = [(METHODS | PEERS)[name] for name in args.methods]
     lines: list[Line] = []
     for workload in workloads_of(args):
         measurement = Measurement(
@@ -159,7 +164,7 @@ def run(args: argparse.Namespace, world: World | None, device: torch.device) -> 
             lines += measure_replay(measurement, args.cp or [DEFAULT_CP], link, say)
         else:
             say_once = say if world.rank == 0 else _nothing
-            transport = cp_transport(world, world.size)
+            transport = cp_transport(world, world.size, args.transport)
             lines += measure_real(measurement, world, transport, say_once)
         if world is None or world.rank == 0:
             write_files(lines, args)
@@ -218,6 +223,8 @@ def refuse_mode(args: argparse.Namespace) -> None:
     """
     if args.mode == "replay" and is_launched():
         raise ValueError("replay is one process; start it with python, without torchrun")
+    if args.mode == "replay" and not METHODS.keys() >= set(args.methods):
+        raise ValueError(f"{', '.join(PEERS)} need real ranks; leave them out of replay")
     if args.mode == "real" and args.cp:
         raise ValueError("--cp is for replay; real takes all processes of torchrun")
     if args.mode == "real" and not is_launched():

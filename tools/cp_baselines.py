@@ -25,7 +25,7 @@ from cp_workloads import Int64Array, Workload, even_split, zigzag_rows, zigzag_t
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_splitkv.comm import Pending, RowFormat, Transport
+from megatron_splitkv.comm import Counts, Pending, RowFormat, Transport
 from megatron_splitkv.ops import attention_delta, merge_partials_
 
 
@@ -41,34 +41,68 @@ class Ring(Method):
 
     def part(self, rank: int, transport: Transport | None, device: torch.device) -> RankPart:
         mine = self.intervals[self.rows[rank]]
-        seen = [
-            Seen(np.searchsorted(self.tokens[(rank - step) % self.cp_size], mine), device)
+        steps = [
+            _RingStep(
+                np.searchsorted(self.tokens[(rank - step) % self.cp_size], mine), step, device
+            )
             for step in range(self.cp_size)
         ]
-        return _RingPart(self, rank, transport, seen)
+        return _RingPart(self, rank, transport, steps)
+
+
+class _RingStep:
+    """The own rows that see a key of the rank whose keys are here; in the first step all rows."""
+
+    def __init__(self, bounds: Int64Array, number: int, device: torch.device) -> None:
+        """Takes `bounds`, `[rows, 2]` key indices."""
+        rows = np.flatnonzero((bounds[:, 0] < bounds[:, 1]) | (number == 0))
+        self.seen = Seen(bounds[rows], device)
+        is_run = len(rows) > 0 and rows[-1] - rows[0] + 1 == len(rows)
+        self.run = slice(int(rows[0]), int(rows[-1]) + 1) if is_run else None
+        self.rows = torch.from_numpy(rows).to(device)
+        each = torch.arange(len(rows) + 1, dtype=torch.int32)
+        counts = np.zeros(len(bounds) + 1, dtype=np.int32)
+        counts[rows + 1] = 1
+        self.slots = each[:-1].to(device)
+        of_run = each if is_run else torch.from_numpy(np.cumsum(counts, dtype=np.int32))
+        self.pointers = of_run.to(device)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Their rows of `x`: a view where they are consecutive."""
+        return x.index_select(0, self.rows) if self.run is None else x[self.run]
+
+    def merge_into(self, out: Tensor, lse: Tensor, partial: tuple[Tensor, Tensor]) -> None:
+        """Joins their partials with what is there."""
+        mine = (out, lse) if self.run is None else (out[self.run], lse[self.run])
+        merge_partials_(*mine, *partial, self.pointers, self.slots)
+
+    def add_to(self, dq: Tensor, partial: Tensor) -> None:
+        """Adds their partial gradients."""
+        if self.run is None:
+            dq.index_add_(0, self.rows, partial)
+        else:
+            dq[self.run] += partial
 
 
 class _RingPart(RankPart):
     def __init__(
-        self, method: Ring, rank: int, transport: Transport | None, seen: list[Seen]
+        self, method: Ring, rank: int, transport: Transport | None, steps: list[_RingStep]
     ) -> None:
-        self.method, self.rank, self.transport, self.seen = method, rank, transport, seen
-        each = torch.arange(len(method.rows[rank]) + 1, dtype=torch.int32)
-        self.each = each.to(seen[0].begin.device)
+        self.method, self.rank, self.transport, self.steps = method, rank, transport, steps
 
     def forward(self, inputs: RankInputs) -> Tensor:
         self.q, kv = inputs.q, RowFormat(_fields(inputs.k, inputs.v))
         self.kv_format, self.packed = kv, kv.pack([inputs.k, inputs.v])
         out, lse = self.q.new_empty(0), self.q.new_empty(0)
-        held, last = self.packed, len(self.seen) - 1
-        for step, seen in enumerate(self.seen):
-            arriving = self._pass_on(held, step) if step < last else None
+        held, last = self.packed, len(self.steps) - 1
+        for number, step in enumerate(self.steps):
+            arriving = self._pass_on(held, number) if number < last else None
             k, v = kv.unpack(held)
-            partial = seen.attend(self.q, k, v)
-            if step == 0:
+            partial = step.seen.attend(step.of(self.q), k, v)
+            if number == 0:
                 out, lse = partial
             else:
-                merge_partials_(out, lse, *partial, self.each, self.each[:-1])
+                step.merge_into(out, lse, partial)
             held = held if arriving is None else arriving.wait()
         self.out, self.lse = out.to(self.q.dtype), lse
         return self.out
@@ -79,18 +113,22 @@ class _RingPart(RankPart):
         wire = self.method.wire_dtype(k.dtype)
         gradients = RowFormat(((k.shape[1:], wire), (v.shape[1:], wire)))
         dq, dkv = self.q.new_empty(0), list[Tensor]()
-        held, last = self.packed, len(self.seen) - 1
+        held, last = self.packed, len(self.steps) - 1
         returning: Pending | None = None
-        for step, seen in enumerate(self.seen):
-            arriving = self._pass_on(held, step) if step < last else None
+        for number, step in enumerate(self.steps):
+            arriving = self._pass_on(held, number) if number < last else None
             k, v = self.kv_format.unpack(held)
-            more, *dkv = seen.backward(rows, k, v)
-            dq = more if step == 0 else dq.add_(more)
+            q, dout, lse, delta = (step.of(x) for x in rows)
+            more, *dkv = step.seen.backward((q, dout, lse, delta), k, v)
+            if number == 0:
+                dq = more
+            else:
+                step.add_to(dq, more)
             if returning is not None:
                 for mine, theirs in zip(dkv, gradients.unpack(returning.wait()), strict=True):
                     mine += theirs
             if last > 0:  # the last step hands them to their owner
-                returning = self._pass_on(gradients.pack(dkv), step)
+                returning = self._pass_on(gradients.pack(dkv), number)
             held = held if arriving is None else arriving.wait()
         if returning is not None:
             dkv = gradients.unpack(returning.wait())
@@ -101,10 +139,10 @@ class _RingPart(RankPart):
         """Gives what came from rank - step to the next rank."""
         assert self.transport is not None
         size = self.method.cp_size
-        send, receive = [0] * size, [0] * size
-        send[(self.rank + 1) % size] = len(rows)
-        receive[(self.rank - 1) % size] = len(self.method.tokens[(self.rank - step - 1) % size])
-        return self.transport.exchange(rows, send, receive)
+        counts = np.zeros((size, size), dtype=np.int64)
+        for rank in range(size):
+            counts[rank, (rank + 1) % size] = len(self.method.tokens[(rank - step) % size])
+        return self.transport.exchange(rows, counts)
 
 
 class AllGather(Method):
@@ -132,7 +170,6 @@ class _AllGatherPart(RankPart):
     ) -> None:
         self.method, self.rank, self.transport, self.seen = method, rank, transport, seen
         device = seen.begin.device
-        self.counts = [len(tokens) for tokens in method.tokens]
         self.by_owner, self.by_token = method.by_owner.to(device), method.by_token.to(device)
 
     def forward(self, inputs: RankInputs) -> Tensor:
@@ -149,10 +186,11 @@ class _AllGatherPart(RankPart):
         if self.transport is not None:
             wire = self.method.wire_dtype(dtype)
             row = RowFormat(((k.shape[1:], wire), (v.shape[1:], wire)))
-            mine = [self.counts[self.rank]] * self.method.cp_size
             sent = row.pack([dk, dv], self.by_owner)
-            parts = row.unpack(self.transport.exchange(sent, self.counts, mine).wait())
-            dk, dv = (x.unflatten(0, (-1, mine[0])).sum(0, dtype=torch.float32) for x in parts)
+            counts = _from_everyone(self.method.tokens)
+            parts = row.unpack(self.transport.exchange(sent, counts).wait())
+            each = (self.method.cp_size, len(self.method.tokens[self.rank]))
+            dk, dv = (x.unflatten(0, each).sum(0, dtype=torch.float32) for x in parts)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
     def _gathered(self) -> list[Tensor]:
@@ -232,9 +270,8 @@ class _UlyssesPart(RankPart):
             x = x.index_select(1, heads)
         by_rank = x.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
         row = RowFormat(((by_rank.shape[1:], x.dtype),))
-        counts = [len(share) for share in shares]
         sent = row.pack([by_rank])
-        received = self.transport.exchange(sent, [counts[self.rank]] * size, counts).wait()
+        received = self.transport.exchange(sent, _from_everyone(shares).T).wait()
         return row.unpack(received)[0]
 
     def _to_rows(self, x: Tensor, wire: torch.dtype, shares: Sequence[Int64Array]) -> Tensor:
@@ -243,10 +280,13 @@ class _UlyssesPart(RankPart):
             return x[:, None]
         size = self.method.cp_size
         row = RowFormat(((x.shape[1:], wire),))
-        counts = [len(share) for share in shares]
-        sent = row.pack([x])
-        received = self.transport.exchange(sent, counts, [counts[self.rank]] * size).wait()
+        received = self.transport.exchange(row.pack([x]), _from_everyone(shares)).wait()
         return row.unpack(received)[0].unflatten(0, (size, -1)).transpose(0, 1)
+
+
+def _from_everyone(shares: Sequence[Int64Array]) -> Counts:
+    """Each rank gets as many rows from every rank as its share has."""
+    return np.tile(np.asarray([len(share) for share in shares], dtype=np.int64), (len(shares), 1))
 
 
 def _fields(k: Tensor, v: Tensor) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

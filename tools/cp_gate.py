@@ -1,7 +1,7 @@
 """Every method is right before it is timed: a small problem of its kind, against dense fp64."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from cp_methods import Gradients, Method, RankInputs
@@ -9,13 +9,10 @@ from cp_workloads import Workload
 from torch import Tensor
 
 from megatron_splitkv.checks import limits
-from megatron_splitkv.checks.oracle import Expected, dense_attention, document_mask, error_of
+from megatron_splitkv.checks.oracle import Expected, dense_attention, error_of
 from megatron_splitkv.comm import ThreadGroup, Transport
 from megatron_splitkv.config import SplitKVConfig
-from megatron_splitkv.plan import Suffix
 
-GATE_LENS = (301, 1, 77, 134)  # divides by nothing
-GATE_ROWS = 50
 MAX_GATE_RANKS = 4
 
 
@@ -28,13 +25,10 @@ class Case:
     expected: Expected
 
 
-def small_case(workload: Workload, dtype: torch.dtype) -> Case:
+def small_case(kind: type[Method], workload: Workload, cp_size: int, dtype: torch.dtype) -> Case:
     """Draws the problem on the CPU, the same in every process, and works it out in fp64."""
-    queries = workload.queries
-    if isinstance(queries, Suffix):
-        queries = Suffix(min(queries.num_rows, GATE_ROWS))
-    small = replace(workload, doc_lens=GATE_LENS, queries=queries)
-    mask = document_mask(queries, GATE_LENS)
+    small = kind.small(workload, cp_size)
+    mask = kind.mask(small)
     (heads_q, heads_kv), dim = workload.heads, workload.head_dim
     generator = torch.Generator().manual_seed(1)
 
@@ -91,15 +85,15 @@ def check_on_threads(
     Raises:
         ValueError: a method is wrong.
     """
-    case = small_case(workload, dtype)
     found: dict[str, float] = {}
     for kind in kinds:
-        sizes = [n for n in (MAX_GATE_RANKS, 2) if kind.refusal(case.workload, n) is None]
+        sizes = [n for n in (MAX_GATE_RANKS, 2) if kind.refusal(workload, n) is None]
         if not sizes:
             continue
+        case = small_case(kind, workload, sizes[0], dtype)
         method = kind(case.workload, sizes[0], config)
 
-        def body(transport: Transport, method: Method = method) -> float:
+        def body(transport: Transport, method: Method = method, case: Case = case) -> float:
             got = run_part(method, case, transport, device)
             return worst_share(method, case, transport.rank, got)
 

@@ -5,7 +5,7 @@ The rivals are in `cp_baselines.py`.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
 from megatron_splitkv.checks.limits import DTYPE_NAMES
+from megatron_splitkv.checks.oracle import document_mask
 from megatron_splitkv.comm import Transport
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
@@ -23,9 +24,11 @@ from megatron_splitkv.ops import (
     partial_attention,
     partial_attention_backward,
 )
-from megatron_splitkv.plan import make_plan
+from megatron_splitkv.plan import Suffix, make_plan
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+SMALL_LENS = (301, 1, 77, 134)  # divides by nothing
+SMALL_ROWS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +58,12 @@ class Method(ABC):
 
     Attributes:
         name: for tables.
+        is_ours: it runs on our kernels and transports, which can be looked into.
         rows, tokens: query rows and KV tokens of each rank, ascending.
     """
 
     name: str
+    is_ours: bool = True
     rows: list[Int64Array]
     tokens: list[Int64Array]
 
@@ -80,6 +85,19 @@ class Method(ABC):
     def refusal(workload: Workload, cp_size: int) -> str | None:
         """Why the method cannot run, or None."""
         return None
+
+    @classmethod
+    def small(cls, workload: Workload, cp_size: int) -> Workload:
+        """A problem of the kind, heads and mask of a large one that dense fp64 can work out."""
+        queries = workload.queries
+        if isinstance(queries, Suffix):
+            queries = Suffix(min(queries.num_rows, SMALL_ROWS))
+        return replace(workload, doc_lens=SMALL_LENS, queries=queries)
+
+    @classmethod
+    def mask(cls, workload: Workload) -> Tensor:
+        """What the method computes: which row sees which token, bool `[rows, tokens]`."""
+        return document_mask(workload.queries, workload.doc_lens)
 
     def row_intervals(self) -> Int64Array:
         """Tokens of the pack that each query row sees, `[rows, 2]`."""

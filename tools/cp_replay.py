@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_splitkv.comm import Counts, Pending, Transport
+from megatron_splitkv.comm import Counts, Pending
 from megatron_splitkv.ops.native import OP_NAMESPACE
 
 KERNELS = "kernel"  # partial attention and its backward
@@ -219,12 +219,12 @@ class ReplayTransport:
     recorder: Recorder
     _count: int = field(default=0, init=False)
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`; what is received are own rows."""
         row_bytes = rows.shape[1]
         return self._collective(
-            [count * row_bytes for count in send_counts],
-            lambda: _repeated(rows, sum(recv_counts)),
+            (counts[self.rank] * row_bytes).tolist(),
+            lambda: _repeated(rows, int(counts[:, self.rank].sum())),
             is_all_gather=False,
         )
 
@@ -253,44 +253,6 @@ class ReplayTransport:
         def wait() -> Tensor:
             self.recorder.note(Wait(index=index))
             return received
-
-        return Pending(wait)
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingTransport:
-    """Passes everything on, and tells a recorder that a rank which waits runs no kernel.
-
-    Attributes:
-        inner: the transport that does the work.
-        recorder: told of each wait.
-    """
-
-    inner: Transport
-    recorder: Recorder
-
-    @property
-    def rank(self) -> int:
-        """Rank inside the group."""
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return self.inner.size
-
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
-        """See `Transport.exchange`."""
-        return self._told(self.inner.exchange(rows, send_counts, recv_counts))
-
-    def all_gather(self, rows: Tensor) -> Pending:
-        """See `Transport.all_gather`."""
-        return self._told(self.inner.all_gather(rows))
-
-    def _told(self, pending: Pending) -> Pending:
-        def wait() -> Tensor:
-            self.recorder.become(OTHERS)
-            return pending.wait()
 
         return Pending(wait)
 

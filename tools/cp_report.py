@@ -24,7 +24,8 @@ class Line:
         other_share: merging, packing and converting, as a share of all compute; replay.
         sent_mb: 10^6 bytes that the busiest rank sends in a step.
         wire_ms: all collectives of a step one after the other; replay.
-        exposed_ms: the step without the compute of the slowest rank; replay.
+        exposed_ms: the step without the compute of the slowest rank, in replay; the step less the
+            same step with nothing sent, in real.
         peak_gib: most memory of a rank above its inputs; None on a CPU.
         note: why there are no figures.
     """

@@ -1,6 +1,8 @@
 """What `bench_cp.py` times: documents, masks and heads, and where baselines put their tokens."""
 
+import argparse
 import random
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,32 +60,45 @@ def pile_lens(num_tokens: int, seed: int = 42) -> tuple[int, ...]:
     return tuple(lens)
 
 
-def _one(name: str, length: int, heads: tuple[int, int]) -> Workload:
-    return Workload(name=name, doc_lens=(length,), queries=Causal(), heads=heads)
+NAMES = (
+    "32k", "128k", "256k", "32k-gqa", "128k-gqa", "256k-gqa", "pack", "pile", "8k-128k", "8k-512k",
+    "8k-1m", "512-512k", "128-512k",
+)  # fmt: skip
 
 
-def _rows(name: str, rows: int, keys: int, heads: tuple[int, int]) -> Workload:
-    return Workload(name=name, doc_lens=(keys,), queries=Suffix(rows), heads=heads)
+def workload_of(name: str) -> Workload:
+    """Reads a name: `128k` and `128k-gqa`, one causal document with 32/32 and 32/8 heads;
+    `8k-1m`, the last 8192 rows against 1M tokens, 32/4 heads; `pile-64k`, documents that fill a
+    pack; `pile` of 128K tokens; `pack`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such name.
+    """
+    size = r"([1-9]\d*[km]?)"
+    if name == "pack":
+        return Workload(name=name, doc_lens=(20000, 12000, 768), queries=Causal(), heads=(32, 8))
+    if found := re.fullmatch(f"pile(?:-{size})?", name):
+        lens = pile_lens(_tokens(found[1] or "128k"))
+        return Workload(name=name, doc_lens=lens, queries=Causal(), heads=(32, 8))
+    if found := re.fullmatch(f"{size}-{size}", name):
+        rows, keys = _tokens(found[1]), _tokens(found[2])
+        return Workload(name=name, doc_lens=(keys,), queries=Suffix(rows), heads=(32, 4))
+    if found := re.fullmatch(f"{size}(-gqa)?", name):
+        heads = (32, 8) if found[2] else (32, 32)
+        return Workload(name=name, doc_lens=(_tokens(found[1]),), queries=Causal(), heads=heads)
+    raise argparse.ArgumentTypeError(
+        f"{name!r} must be one of {', '.join(NAMES)}, or name other sizes in the same way, as in "
+        "64k-gqa, 2k-1m or pile-64k"
+    )
 
 
-K = 1024
-WORKLOADS = [
-    _one("32k", 32 * K, (32, 32)),
-    _one("128k", 128 * K, (32, 32)),
-    _one("256k", 256 * K, (32, 32)),
-    _one("32k-gqa", 32 * K, (32, 8)),
-    _one("128k-gqa", 128 * K, (32, 8)),
-    _one("256k-gqa", 256 * K, (32, 8)),
-    Workload(
-        name="pack", doc_lens=(20000, 12000, 768), queries=Causal(), heads=(32, 8)
-    ),
-    Workload(name="pile", doc_lens=pile_lens(128 * K), queries=Causal(), heads=(32, 8)),
-    _rows("8k-128k", 8192, 128 * K, (32, 4)),
-    _rows("8k-512k", 8192, 512 * K, (32, 4)),
-    _rows("8k-1m", 8192, 1024 * K, (32, 4)),
-    _rows("512-512k", 512, 512 * K, (32, 4)),
-    _rows("128-512k", 128, 512 * K, (32, 4)),
-]  # fmt: skip
+def _tokens(text: str) -> int:
+    """Reads `512`, `128k` or `1m`."""
+    unit = {"k": 1024, "m": 1024**2}.get(text[-1], 1)
+    return int(text.rstrip("km")) * unit
+
+
+WORKLOADS = [workload_of(name) for name in NAMES]
 
 
 def zigzag_tokens(doc_lens: tuple[int, ...], cp_size: int) -> list[Int64Array]:

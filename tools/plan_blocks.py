@@ -27,6 +27,7 @@ from plan_options import (
     add_pack_options,
     add_plan_options,
     machine_of,
+    network_of,
     packs_of,
     query_spec,
 )
@@ -129,6 +130,7 @@ def plan_pack(args: argparse.Namespace, pack: Pack, calibration: Calibration | N
             calibration=calibration,
             queries=queries,
             machine=machine,
+            network=network_of(args),
         )
     else:
         tolerance = config.balance_tolerance
@@ -142,7 +144,9 @@ def plan_pack(args: argparse.Namespace, pack: Pack, calibration: Calibration | N
         )
     planning_ms = (time.perf_counter() - start) * 1e3
     if calibration is not None and not is_auto:
-        predicted = predict_layer(plan, shape, config, calibration, machine.rank_speeds)
+        predicted = predict_layer(
+            plan, shape, config, calibration, machine.rank_speeds, network_of(args)
+        )
         predictions = {tolerance: predicted}
     return Planned(
         plan=plan,
@@ -309,7 +313,9 @@ def run(args: argparse.Namespace) -> None:
     steps: list[Step] = []
     if args.simulate and calibration is not None:
         machine = machine_of(args, calibration.machine)
-        steps = simulate(shown.plan, shown.report, calibration, machine, shown.tolerance)
+        steps = simulate(
+            shown.plan, shown.report, calibration, machine, shown.tolerance, network_of(args)
+        )
     if args.json:
         figures = json_of(args, shown, all_planned)
         if steps:
@@ -318,7 +324,8 @@ def run(args: argparse.Namespace) -> None:
     else:
         print_report(args, shown, all_planned)
         if steps and calibration is not None:
-            Console(highlight=False).print(table_of_steps(steps, calibration))
+            table = table_of_steps(steps, calibration, network_of(args))
+            Console(highlight=False).print(table)
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ from plan_inputs import DISTRIBUTIONS, Pack, draw_pack, packs_of_dataset, read_p
 
 from megatron_splitkv.config import PARTIAL_DTYPES
 from megatron_splitkv.plan import Anchors, Causal, Full, Machine, Prefix, Queries, Suffix, Window
+from megatron_splitkv.plan.predict import Network
 from megatron_splitkv.plan.report import DTYPE_BYTES
 
 MAX_CP_SIZE = 4096  # rows are counted for each pair of ranks
@@ -120,6 +121,9 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add("--calibration", type=Path, metavar="PATH", help="JSON file made by tools/calibrate.py")
     add("--speeds", type=parse_speeds, default=(), metavar="S1,S2,...", help="of the ranks")
     add("--ranks-per-node", type=int, metavar="N", help="documents keep to few nodes")
+    add("--network-gb-per-s", type=float, metavar="F",
+        help="predictions: what a rank sends to other nodes; the calibration has the link inside "
+        "a node (default: the same link everywhere)")  # fmt: skip
     mask = parser.add_mutually_exclusive_group()
     mask.add_argument("--window", type=int, metavar="N", help="each row sees the last N keys")
     mask.add_argument("--full", action="store_true", help="each row sees its whole document")
@@ -236,6 +240,19 @@ def _anchor_positions(text: str, pack: Pack) -> tuple[tuple[int, ...], ...]:
     if not isinstance(data, list) or not all(isinstance(entry, list) for entry in data):
         raise ValueError(f"{text}: must be one list of anchors for each document")
     return tuple(tuple(entry) for entry in data)
+
+
+def network_of(args: argparse.Namespace) -> Network | None:
+    """The wire between nodes that the options name.
+
+    Raises:
+        ValueError: a rate without nodes, or one that is none.
+    """
+    if args.network_gb_per_s is None:
+        return None
+    if args.ranks_per_node is None:
+        raise ValueError("--network-gb-per-s needs --ranks-per-node N")
+    return Network(ranks_per_node=args.ranks_per_node, gb_per_s=args.network_gb_per_s)
 
 
 def machine_of(args: argparse.Namespace, calibrated: Machine | None) -> Machine:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from rich.table import Table
 
 from megatron_splitkv.plan import Machine, Plan, Queries, make_plan
-from megatron_splitkv.plan.predict import Calibration, predict_layer
+from megatron_splitkv.plan.predict import Calibration, Network, predict_layer
 from megatron_splitkv.plan.queries import Anchors
 from megatron_splitkv.plan.report import PlanReport
 
@@ -46,12 +46,18 @@ def _grown(plan: Plan, times: int) -> tuple[tuple[int, ...], Queries]:
 
 
 def simulate(
-    plan: Plan, report: PlanReport, calibration: Calibration, machine: Machine, tolerance: float
+    plan: Plan,
+    report: PlanReport,
+    calibration: Calibration,
+    machine: Machine,
+    tolerance: float,
+    network: Network | None = None,
 ) -> list[Step]:
     """Weak scaling from the plan's group to 1024 ranks, doubling.
 
     Args:
         machine, tolerance: what the plan was made with; more ranks repeat the speeds.
+        network: as in `predict_layer`.
     Raises:
         ValueError: the plan's own group is larger, or as `predict_layer`.
     """
@@ -72,7 +78,7 @@ def simulate(
             tolerance=tolerance,
             machine=replace(machine, rank_speeds=speeds),
         )
-        found = predict_layer(grown, report.shape, report.config, calibration, speeds)
+        found = predict_layer(grown, report.shape, report.config, calibration, speeds, network)
         rate = sum(grown.costs) / cp_size / found.layer_us if found.layer_us else 0.0
         best = best or rate
         steps.append(
@@ -90,14 +96,23 @@ def simulate(
     return steps
 
 
-def table_of_steps(steps: list[Step], calibration: Calibration) -> Table:
+def table_of_steps(
+    steps: list[Step], calibration: Calibration, network: Network | None = None
+) -> Table:
     """The projection as a table that says what it is."""
+    nodes = (
+        ""
+        if network is None
+        else (
+            f"; between nodes of {network.ranks_per_node} ranks {network.gb_per_s:g} GB/s, as given"
+        )
+    )
     table = Table(
         "ranks", "tokens", "documents", "compute", "exchange", "layer", "efficiency",
         title="PROJECTION of one attention layer, forward and backward, in ms; not measured",
         pad_edge=False,
         caption=f"calibration: {calibration.device}, {calibration.dtype}, head dim "
-        f"{calibration.head_dim}; link {calibration.link_gb_per_s:g} GB/s as given",
+        f"{calibration.head_dim}; link {calibration.link_gb_per_s:g} GB/s as given{nodes}",
     )  # fmt: skip
     for column in table.columns:
         column.justify = "right"

@@ -31,11 +31,12 @@ class CountingTransport:
         """Ranks of the group."""
         return self.inner.size
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
         self.num_calls += 1
-        self.bytes_sent += (sum(send_counts) - send_counts[self.rank]) * rows.shape[1]
-        return self.inner.exchange(rows, send_counts, recv_counts)
+        sent = int(counts[self.rank].sum() - counts[self.rank, self.rank])
+        self.bytes_sent += sent * rows.shape[1]
+        return self.inner.exchange(rows, counts)
 
     def all_gather(self, rows: Tensor) -> Pending:
         """See `Transport.all_gather`."""

@@ -165,6 +165,7 @@ def _gpus() -> Iterator[Finding]:
         )  # fmt: skip
         return
     cuda = importlib.import_module("megatron_splitkv.ops.cuda")
+    work_lists = importlib.import_module("megatron_splitkv.ops.work_lists")
     for index in range(num_gpus):
         device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(device)
@@ -174,7 +175,7 @@ def _gpus() -> Iterator[Finding]:
             f"{properties.major}.{properties.minor}"
         )
         try:
-            family = cuda.kernel_family(device)
+            family = work_lists.kernel_family(device)
         except ValueError as error:
             yield Finding(
                 topic=topic, name=f"cuda:{index}", state="broken", found=f"{name}: {error}",

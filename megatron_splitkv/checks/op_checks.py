@@ -73,8 +73,13 @@ def check_ops(device: torch.device) -> list[Check]:
     return [check for dtype in dtypes_of(device) for check in _check_dtype(dtype, device)]
 
 
+def section_of(dtype: torch.dtype, device: torch.device) -> str:
+    """Title of the checks of a dtype; the same on ranks that have a GPU each."""
+    return f"ops on {device.type}, {str(dtype).removeprefix('torch.')}"
+
+
 def _check_dtype(dtype: torch.dtype, device: torch.device) -> Iterator[Check]:
-    section = f"ops on {device}, {str(dtype).removeprefix('torch.')}"
+    section = section_of(dtype, device)
     worst = Worst(section)
     num_cases = 0
     for case in _cases(dtype, device):

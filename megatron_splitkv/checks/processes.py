@@ -127,11 +127,13 @@ def join_world(*, device: str, backend: str, timeout_s: float) -> Generator[Worl
         dist.destroy_process_group()
 
 
-def cp_transport(world: World, cp_size: int) -> Transport | None:
+def cp_transport(world: World, cp_size: int, choice: str = "auto") -> Transport | None:
     """The context-parallel group of this process: `cp_size` consecutive ranks; None for one rank.
 
+    Args:
+        choice: as `SplitKVConfig.transport`.
     Raises:
-        ValueError: the world does not split into groups of `cp_size`.
+        ValueError: the world does not split into groups of `cp_size`, or the choice cannot be had.
     """
     if world.size % cp_size:
         raise ValueError(
@@ -144,7 +146,7 @@ def cp_transport(world: World, cp_size: int) -> Transport | None:
         if first <= world.rank < first + cp_size:
             mine = group
     assert isinstance(mine, dist.ProcessGroup)
-    return transport_of(mine, world.device, world.transport)
+    return transport_of(mine, world.device, world.transport if choice == "auto" else choice)
 
 
 def gather_from_all[T](value: T, world: World) -> list[T]:

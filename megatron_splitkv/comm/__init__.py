@@ -14,6 +14,7 @@ from megatron_splitkv.comm.rows import (
     gather_rows,
     return_rows,
 )
+from megatron_splitkv.comm.symmetric import SymmetricTransport
 from megatron_splitkv.comm.threads import ThreadGroup, ThreadTransport
 from megatron_splitkv.comm.transport import Counts, Pending, Transport
 
@@ -24,6 +25,7 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupTransport",
     "RowFormat",
+    "SymmetricTransport",
     "ThreadGroup",
     "ThreadTransport",
     "Transport",

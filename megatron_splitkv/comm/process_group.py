@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_splitkv.comm.symmetric import SymmetricTransport
 from megatron_splitkv.comm.transport import Counts, Pending, Transport
 
 
@@ -32,12 +33,11 @@ class ProcessGroupTransport:
         """Ranks of the group."""
         return dist.get_world_size(self.group)
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
-        received = _empty_like(rows, sum(recv_counts))
-        work = dist.all_to_all_single(
-            received, rows, list(recv_counts), list(send_counts), group=self.group, async_op=True
-        )
+        sent, coming = counts[self.rank].tolist(), counts[:, self.rank].tolist()
+        received = _empty_like(rows, sum(coming))
+        work = dist.all_to_all_single(received, rows, coming, sent, group=self.group, async_op=True)
         return _pending(received, work)
 
     def all_gather(self, rows: Tensor) -> Pending:
@@ -86,12 +86,10 @@ class HostStagedTransport:
         """Ranks of the group."""
         return self._inner.size
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
-        received = rows.new_empty(sum(recv_counts), rows.shape[1])
-        return self._staged(
-            rows, received, lambda host: self._inner.exchange(host, send_counts, recv_counts)
-        )
+        received = rows.new_empty(int(counts[:, self.rank].sum()), rows.shape[1])
+        return self._staged(rows, received, lambda host: self._inner.exchange(host, counts))
 
     def all_gather(self, rows: Tensor) -> Pending:
         """See `Transport.all_gather`."""
@@ -139,10 +137,13 @@ def transport_of(
         device: where the tensors are.
         choice: `SplitKVConfig.transport`.
     Raises:
-        ValueError: the group has no such backend, or on a GPU only gloo and nobody asked for it.
+        ValueError: the group has no such backend, or on a GPU only gloo and nobody asked for it, or
+            its ranks cannot read each other's memory, which was asked for.
     """
     if group.size() == 1:
         return None
+    if choice == "symmetric":
+        return SymmetricTransport(group, device)
     backends = _backends(group)
     backend = backends.get(device.type, "none")
     if device.type == "cuda" and choice == "gloo" and backends.get("cpu") == "gloo":

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_splitkv.comm.transport import Counts, Pending, Transport
+from megatron_splitkv.comm.transport import Pending, Transport
 from megatron_splitkv.config import WIRE_ALIGNMENT_BYTES
 from megatron_splitkv.layout import ExchangeStage
 
@@ -108,8 +109,7 @@ def gather_rows(
         Pending `[R, row_bytes]` rows of the other ranks, grouped by source in rank order.
     """
     if not stage.is_all_gather:
-        rows = packed_by(stage.send_rows)
-        return transport.exchange(rows, stage.send_counts, stage.recv_counts)
+        return transport.exchange(packed_by(stage.send_rows), stage.counts)
     pending = transport.all_gather(packed_by(None))
 
     def others() -> Tensor:
@@ -133,10 +133,10 @@ def return_rows(packed: Tensor, stage: ExchangeStage, transport: Transport) -> P
     Returns:
         Pending `[S, row_bytes]`, one for each row this rank sent, in the order it sent them.
     """
-    return transport.exchange(packed, stage.recv_counts, stage.send_counts)
+    return transport.exchange(packed, stage.counts.T)
 
 
-def all_gather_rows(tensor: Tensor, counts: Counts, transport: Transport) -> list[Tensor]:
+def all_gather_rows(tensor: Tensor, counts: Sequence[int], transport: Transport) -> list[Tensor]:
     """Gives every rank the rows of all ranks.
 
     Args:
@@ -149,7 +149,8 @@ def all_gather_rows(tensor: Tensor, counts: Counts, transport: Transport) -> lis
     row_format = RowFormat(((tensor.shape[1:], tensor.dtype),))
     packed = row_format.pack([tensor])
     sent = packed.repeat(transport.size, 1)
-    received = transport.exchange(sent, [len(tensor)] * transport.size, counts).wait()
+    to_everyone = np.repeat(np.asarray(counts, dtype=np.int64)[:, None], transport.size, axis=1)
+    received = transport.exchange(sent, to_everyone).wait()
     (rows,) = row_format.unpack(received)
     return list(rows.split(list(counts)))
 

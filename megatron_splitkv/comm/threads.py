@@ -168,12 +168,11 @@ class ThreadTransport:
         """Ranks of the group."""
         return self.group.size
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
-        received = rows.new_empty(sum(recv_counts), rows.shape[1])
-        return self.group.swap(
-            self.rank, rows.split(list(send_counts)), received, received.split(list(recv_counts))
-        )
+        sent, coming = counts[self.rank].tolist(), counts[:, self.rank].tolist()
+        received = rows.new_empty(sum(coming), rows.shape[1])
+        return self.group.swap(self.rank, rows.split(sent), received, received.split(coming))
 
     def all_gather(self, rows: Tensor) -> Pending:
         """See `Transport.all_gather`."""

@@ -1,11 +1,14 @@
 """The small interface behind which rows move, whatever carries them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-Counts = Sequence[int]
+# Rows from each rank to each rank, `[size, size]` on the host; every rank holds the same numbers.
+Counts = npt.NDArray[np.int64]
 
 
 class Pending:
@@ -32,14 +35,14 @@ class Transport(Protocol):
     @property
     def size(self) -> int: ...
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
-        """Sends `send_counts[r]` consecutive rows to each rank r, in rank order.
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
+        """Sends `counts[rank, r]` consecutive rows to each rank r, in rank order.
 
         Args:
-            rows: `[sum(send_counts), row_bytes]` uint8, contiguous.
-            send_counts, recv_counts: rows to and from each rank, `[size]`.
+            rows: `[counts[rank].sum(), row_bytes]` uint8, contiguous.
+            counts: rows from each rank to each rank, the same on all of them.
         Returns:
-            Pending `[sum(recv_counts), row_bytes]`, grouped by source in rank order.
+            Pending `[counts[:, rank].sum(), row_bytes]`, grouped by source in rank order.
         """
         ...
 

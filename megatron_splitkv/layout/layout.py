@@ -40,7 +40,8 @@ class ExchangeStage:
 
     Attributes:
         send_rows: `[S]` int64, local query row of each row sent.
-        send_counts, recv_counts: rows sent to and received from each rank, `[cp_size]`.
+        counts: `[cp_size, cp_size]` int64 on the host, rows that each rank sends to each rank; the
+            same on all of them.
         is_all_gather: every rank sends all its rows to every other one, equally many.
         intervals: keys that the `R` received rows see here.
         return_ptr, return_slots: CSR over local query rows, int32 `[rows + 1]` and `[S]`: which
@@ -48,8 +49,7 @@ class ExchangeStage:
     """
 
     send_rows: Tensor
-    send_counts: tuple[int, ...]
-    recv_counts: tuple[int, ...]
+    counts: Int64Array
     is_all_gather: bool
     intervals: KeyIntervals
     return_ptr: Tensor
@@ -66,7 +66,8 @@ class ShardLayout:
         kv_index: `[num_kv_rows]` int64, pack index of each local token, ascending.
         positions: `[num_kv_rows]` int64, position of each local token in its document.
         num_query_rows: query rows that this rank owns.
-        own: local keys that the own query rows see.
+        own: local keys that the own query rows see; None where these are among the rows of the only
+            stage, as they are few beside the keys.
         block: context attention with anchors: rows of the own-block keys that each own query row
             sees, else None.
         kv_padding: `[num_kv_rows]` bool, True at pads; None when the pack has none.
@@ -80,7 +81,7 @@ class ShardLayout:
     kv_index: Tensor
     positions: Tensor
     num_query_rows: int
-    own: KeyIntervals
+    own: KeyIntervals | None
     block: KeyIntervals | None
     kv_padding: Tensor | None
     query_padding: Tensor | None
@@ -144,7 +145,7 @@ def build_layout(
         kv_index=torch.from_numpy(kv_index),
         positions=torch.from_numpy(positions),
         num_query_rows=len(owned),
-        own=builder.intervals(owned),
+        own=None if exchange.is_joint else builder.intervals(owned),
         block=_block_intervals(spec, len(owned)),
         kv_padding=padding,
         query_padding=padding if plan.is_self_attention else None,
@@ -153,10 +154,10 @@ def build_layout(
 
 
 class _StageBuilder:
-    """Cuts the exchange of one rank into stages by the distance between ranks.
+    """Cuts the exchange of one rank into stages by the distance between ranks, then by rows.
 
     In the stage of distances D a rank sends to `rank - d` and receives from `rank + d` for d in D,
-    so every rank is busy in every stage.
+    so every rank is busy in every stage. A joint exchange is one stage of all distances, 0 too.
     """
 
     def __init__(
@@ -180,37 +181,80 @@ class _StageBuilder:
         return KeyIntervals.on_host(begin, end)
 
     def stages(self, owned: Int64Array, num_stages: int) -> tuple[ExchangeStage, ...]:
-        distances = np.arange(1, self.cp_size)
-        groups = (
-            np.array_split(distances, min(num_stages, len(distances))) if len(distances) else []
-        )
-        gathers_all = self.exchange.is_all_gather(num_stages)
-        return tuple(self._stage(owned, set(group.tolist()), gathers_all) for group in groups)
+        if self.cp_size == 1:
+            return ()
+        num_groups, num_pieces = self.exchange.cuts(num_stages)
+        everything = self.exchange.is_all_gather(num_stages)
+        is_joint = self.exchange.is_joint
+        counts = self.exchange.counts if is_joint else self.exchange.travelling(num_stages)
+        ranks = np.arange(self.cp_size)
+        distance = (ranks[:, None] - ranks) % self.cp_size  # from the row's rank to its peer's
+        stages: list[ExchangeStage] = []
+        for group in np.array_split(ranks if is_joint else ranks[1:], num_groups):
+            in_group = np.isin(distance, group)
+            of_group = np.where(in_group, counts, 0)
+            sent, received = (
+                [self._rows(*pair, everything) if in_group[pair] else _NOTHING for pair in pairs]
+                for pairs in (
+                    [(self.cp_rank, peer) for peer in range(self.cp_size)],
+                    [(peer, self.cp_rank) for peer in range(self.cp_size)],
+                )
+            )
+            for index in range(num_pieces):
+                piece = _Piece(index, num_pieces)
+                stages.append(
+                    self._stage(
+                        owned,
+                        np.concatenate([piece.of(rows) for rows in sent]),
+                        np.concatenate([piece.of(rows) for rows in received]),
+                        piece.count(of_group),
+                        everything,
+                    )
+                )
+        return tuple(stages)
 
     def _rows(self, source: int, destination: int, everything: bool) -> Int64Array:
         if everything:
             return expand_ranges(self.exchange.owned[source])
         return expand_ranges(self.exchange.ranges(source, destination))
 
-    def _stage(self, owned: Int64Array, group: set[int], everything: bool) -> ExchangeStage:
-        nothing = np.empty(0, dtype=np.int64)
-        sent, received = [], []
-        for peer in range(self.cp_size):
-            sends = (self.cp_rank - peer) % self.cp_size in group
-            receives = (peer - self.cp_rank) % self.cp_size in group
-            sent.append(self._rows(self.cp_rank, peer, everything) if sends else nothing)
-            received.append(self._rows(peer, self.cp_rank, everything) if receives else nothing)
-        send_rows = np.searchsorted(owned, np.concatenate(sent))
-        counts = np.bincount(send_rows, minlength=len(owned))
+    def _stage(
+        self,
+        owned: Int64Array,
+        sent: Int64Array,
+        received: Int64Array,
+        counts: Int64Array,
+        everything: bool,
+    ) -> ExchangeStage:
+        send_rows = np.searchsorted(owned, sent)
+        times_sent = np.bincount(send_rows, minlength=len(owned))
+        pointers = np.concatenate([[0], np.cumsum(times_sent)]).astype(np.int32)
         return ExchangeStage(
             send_rows=torch.from_numpy(send_rows),
-            send_counts=tuple(len(rows) for rows in sent),
-            recv_counts=tuple(len(rows) for rows in received),
+            counts=counts,
             is_all_gather=everything,
-            intervals=self.intervals(np.concatenate(received)),
-            return_ptr=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+            intervals=self.intervals(received),
+            return_ptr=torch.from_numpy(pointers),
             return_slots=torch.from_numpy(np.argsort(send_rows, kind="stable").astype(np.int32)),
         )
+
+
+_NOTHING = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One of `num` nearly equal pieces of some rows; sender and receiver cut alike."""
+
+    index: int
+    num: int
+
+    def of(self, rows: Int64Array) -> Int64Array:
+        begin, end = (len(rows) * edge // self.num for edge in (self.index, self.index + 1))
+        return rows[begin:end]
+
+    def count(self, counts: Int64Array) -> Int64Array:
+        return counts * (self.index + 1) // self.num - counts * self.index // self.num
 
 
 def _block_intervals(queries: Queries, num_rows: int) -> KeyIntervals | None:

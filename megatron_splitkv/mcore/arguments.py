@@ -5,6 +5,7 @@ configuration object can also hold is checked again in the module's constructor 
 """
 
 import importlib.util
+import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 
@@ -102,9 +103,10 @@ def _add_exchange_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
     group.add_argument(
         "--splitkv-transport",
         default=defaults.transport,
-        metavar="{auto,nccl,gloo}",
-        help="what rows travel by: auto is the backend of the process group; gloo stages the rows "
-        "of a GPU through host memory, for processes that share one (default: %(default)s)",
+        metavar="{auto,nccl,symmetric,gloo}",
+        help="what rows travel by: auto is the backend of the process group; symmetric has the "
+        "GPUs of one host read each other's memory by copy engines; gloo stages the rows of a GPU "
+        "through host memory, for processes that share one (default: %(default)s)",
     )
     group.add_argument(
         "--splitkv-keep-queries",
@@ -292,8 +294,18 @@ def _check_loss(args: Namespace) -> None:
         )
 
 
+def _share_devices(args: Namespace) -> list[str]:
+    """Over gloo the ranks of a machine may outnumber its GPUs; Megatron would name missing ones."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if args.distributed_backend != "gloo" or not 0 < num_gpus < num_ranks:
+        return []
+    args.local_rank %= num_gpus
+    return [f"{num_ranks} ranks share {num_gpus} GPU(s): a way to test, not to train"]
+
+
 def _switch_defaults(args: Namespace) -> list[str]:
-    notes = []
+    notes = _share_devices(args)
     if args.create_attention_mask_in_dataloader and not is_packed(args):  # else Megatron does it
         args.create_attention_mask_in_dataloader = False
         notes.append("set --no-create-attention-mask-in-dataloader: the plan is the mask")

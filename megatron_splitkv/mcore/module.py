@@ -95,6 +95,7 @@ class SplitKVAttention(MegatronModule):
         refuse_missing_kernels(config, head_dim, v_channels or head_dim)
         self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         self._make_softmax_offset(config.num_attention_heads // self.tp_group.size())
+        self.register_load_state_dict_pre_hook(_drop_extra_state)
 
     @classmethod
     def with_book(
@@ -205,6 +206,13 @@ class SplitKVAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
+
+
+def _drop_extra_state(
+    module: torch.nn.Module, state_dict: dict[str, object], prefix: str, *rest: object
+) -> None:
+    """Transformer Engine's attention saves its fp8 scales, none here, in `torch` checkpoints."""
+    state_dict.pop(f"{prefix}_extra_state", None)
 
 
 def attention_shape(q: Tensor, v: Tensor) -> AttentionShape:

@@ -11,6 +11,12 @@ from megatron_splitkv.plan.queries import Queries, is_self_attention
 
 # A single stage becomes one all_gather when this share of all rows would travel anyway.
 ALL_GATHER_DENSITY = 0.95
+# Rows that two ranks exchange in one stage are not cut below this: each stage reads the local keys
+# and adds to their gradients once more.
+MIN_STAGE_ROWS = 4096
+# From this many local keys for each query row on, a rank waits for the rows of the others and does
+# them together with its own: to read the keys and write their gradients once more takes longer.
+JOINT_KEYS_PER_ROW = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,15 +27,36 @@ class RowExchange:
         owned: for each rank `[n, 2]` int64 ranges of the query stream, sorted and disjoint.
         needed: likewise, the rows that see at least one key of the rank.
         counts: `[cp_size, cp_size]` int64: rows that rank `s` owns and rank `r` needs.
+        is_joint: rows are few beside the keys, so that each rank does all of them at once, its own
+            among them, in one exchange.
     """
 
     owned: tuple[Int64Array, ...]
     needed: tuple[Int64Array, ...]
     counts: Int64Array
+    is_joint: bool
 
     def ranges(self, source: int, destination: int) -> Int64Array:
         """Ranges of the query stream that `source` owns and `destination` needs, `[n, 2]`."""
         return _planner.intersect(self.owned[source], self.needed[destination])
+
+    def cuts(self, num_stages: int) -> tuple[int, int]:
+        """How at most `num_stages` exchanges are cut: groups of peers, and pieces of their rows.
+
+        Ranks come first: with `cp_size - 1` groups the rows of one rank arrive at a time. What is
+        left of the bound cuts these into pieces of `MIN_STAGE_ROWS` or more.
+        """
+        if self.is_joint:
+            return 1, 1
+        peers = max(1, len(self.owned) - 1)
+        groups = min(num_stages, peers)
+        most = int(self.travelling().max()) // MIN_STAGE_ROWS
+        return groups, max(1, min(num_stages // groups, most))
+
+    def num_exchanges(self, num_stages: int) -> int:
+        """Exchanges of one direction; 0 in a group of one."""
+        groups, pieces = self.cuts(num_stages)
+        return groups * pieces if len(self.owned) > 1 else 0
 
     def is_all_gather(self, num_stages: int) -> bool:
         """Whether the exchange is one all_gather: one stage, and nearly all rows travel anyway."""
@@ -38,7 +65,8 @@ class RowExchange:
         everything = (cp_size - 1) * cp_size * max(own_rows)
         is_even = len(own_rows) == 1
         return (
-            min(num_stages, cp_size - 1) == 1
+            not self.is_joint
+            and self.num_exchanges(num_stages) == 1
             and is_even
             and int(self.travelling().sum()) >= ALL_GATHER_DENSITY * everything > 0
         )
@@ -74,7 +102,10 @@ def plan_exchange(plan: Plan, queries: Queries | None = None) -> RowExchange:
         )
     owned = _owned_rows(plan)
     needed = tuple(_planner.needed_rows(plan.model(spec), plan.runs, plan.cp_size))
-    return RowExchange(owned=owned, needed=needed, counts=_planner.row_counts(owned, needed))
+    counts = _planner.row_counts(owned, needed)
+    num_rows, num_keys = counts.sum(axis=0), np.asarray(plan.tokens)
+    is_joint = plan.cp_size > 1 and bool((JOINT_KEYS_PER_ROW * num_rows <= num_keys).all())
+    return RowExchange(owned=owned, needed=needed, counts=counts, is_joint=is_joint)
 
 
 def _owned_rows(plan: Plan) -> tuple[Int64Array, ...]:

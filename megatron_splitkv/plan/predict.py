@@ -11,12 +11,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.plan.exchange import plan_exchange
-from megatron_splitkv.plan.plan import Machine, Plan, make_plan
+from megatron_splitkv.plan.plan import Int64Array, Machine, Plan, make_plan
 from megatron_splitkv.plan.queries import Queries
 from megatron_splitkv.plan.report import AttentionShape
 
+Float64Array = npt.NDArray[np.float64]
 # What `tolerance="auto"` chooses from: shares by which the dearest rank may exceed the mean.
 AUTO_TOLERANCES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 
@@ -122,18 +126,126 @@ class Prediction:
     layer_us: float
 
 
-def predict_layer(
-    plan: Plan,
-    shape: AttentionShape,
-    config: SplitKVConfig,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The wire between nodes; the link of a calibration is then that inside a node.
+
+    Attributes:
+        ranks_per_node: consecutive ranks of a node.
+        gb_per_s: what a rank sends to other nodes in 10^9 bytes a second, beside its link.
+    """
+
+    ranks_per_node: int
+    gb_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise ValueError(f"network: ranks_per_node={self.ranks_per_node} must be at least 1")
+        if not 0.0 < self.gb_per_s < math.inf:
+            raise ValueError(f"network: gb_per_s={self.gb_per_s} must be a number above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLoad:
+    """What each rank has to do in one attention layer, forward and backward.
+
+    Attributes:
+        pairs: visible query-key pairs, `[cp_size]`.
+        rows: query rows that the rank attends with, its own too, `[cp_size]`.
+        runs: runs of keys, `[cp_size]`.
+        travelling: rows that each rank sends to each other one, `[cp_size, cp_size]`.
+        bytes_out, bytes_back: of a travelling row.
+        num_heads_q: query heads.
+        num_stages: exchanges, one after the other.
+    """
+
+    pairs: Int64Array
+    rows: Int64Array
+    runs: Int64Array
+    travelling: Int64Array
+    bytes_out: int
+    bytes_back: int
+    num_heads_q: int
+    num_stages: int
+
+
+def layer_load(plan: Plan, shape: AttentionShape, config: SplitKVConfig) -> LayerLoad:
+    """Counts what `predict_load` weighs."""
+    exchange = plan_exchange(plan)
+    forward, backward = shape.forward_bytes(config), shape.backward_bytes(config)
+    return LayerLoad(
+        pairs=np.asarray(plan.costs, dtype=np.int64),
+        rows=exchange.counts.sum(axis=0),
+        runs=np.bincount(plan.runs[:, 0], minlength=plan.cp_size),
+        travelling=exchange.travelling(config.num_stages),
+        bytes_out=forward[0] + backward[0],
+        bytes_back=forward[1] + backward[1],
+        num_heads_q=shape.num_heads_q,
+        num_stages=max(1, exchange.num_exchanges(config.num_stages)),
+    )
+
+
+def predict_load(
+    load: LayerLoad,
     calibration: Calibration,
     rank_speeds: Sequence[float] = (),
+    network: Network | None = None,
 ) -> Prediction:
     """Predicts one attention layer. Compute and exchange overlap but for the first of the stages:
     a rank takes the longer of the two and one stage's part of the shorter.
 
     Args:
         rank_speeds: as in `Machine`; the fastest rank computes as calibrated.
+        network: the wire between nodes, by default one link between all ranks. Rows to ranks of
+            the own node and to others travel at once.
+    """
+    nanoseconds = (
+        load.pairs * calibration.pair_ns
+        + load.rows * calibration.row_ns
+        + load.runs * calibration.run_ns
+    )
+    compute = nanoseconds * (load.num_heads_q / calibration.num_heads_q) + calibration.base_ns
+    if rank_speeds:
+        compute *= max(rank_speeds) / np.asarray(rank_speeds)
+    compute /= 1e3
+    wire = _wire_us(load, calibration.link_gb_per_s, network)
+    wire += np.where(wire > 0, 4 * load.num_stages * calibration.link_latency_us, 0.0)
+    layer = np.maximum(compute, wire) + np.minimum(compute, wire) / load.num_stages
+    return Prediction(
+        compute_us=float(compute.max()), exchange_us=float(wire.max()), layer_us=float(layer.max())
+    )
+
+
+def _wire_us(load: LayerLoad, link_gb_per_s: float, network: Network | None) -> Float64Array:
+    """How long each rank sends or receives, without latency, `[cp_size]`."""
+
+    def largest_bytes(rows: Int64Array) -> Int64Array:
+        # A link carries both directions at once.
+        sent, received = rows.sum(axis=1), rows.sum(axis=0)
+        return np.maximum(
+            sent * load.bytes_out + received * load.bytes_back,
+            received * load.bytes_out + sent * load.bytes_back,
+        )
+
+    if network is None:
+        return largest_bytes(load.travelling) / link_gb_per_s / 1e3
+    node = np.arange(len(load.travelling)) // network.ranks_per_node
+    is_near = node[:, None] == node[None, :]
+    near = largest_bytes(np.where(is_near, load.travelling, 0)) / link_gb_per_s
+    far = largest_bytes(np.where(is_near, 0, load.travelling)) / network.gb_per_s
+    return np.maximum(near, far) / 1e3
+
+
+def predict_layer(
+    plan: Plan,
+    shape: AttentionShape,
+    config: SplitKVConfig,
+    calibration: Calibration,
+    rank_speeds: Sequence[float] = (),
+    network: Network | None = None,
+) -> Prediction:
+    """Predicts one attention layer of a plan; see `predict_load`.
+
     Raises:
         ValueError: the calibration is of another head dim or dtype.
     """
@@ -144,41 +256,7 @@ def predict_layer(
             f"about head dims {shape.head_dim_qk} and {shape.head_dim_v} in {shape.dtype}; "
             "calibrate with these"
         )
-    exchange = plan_exchange(plan)
-    travelling = exchange.travelling(config.num_stages)
-    rows = exchange.counts.sum(axis=0)  # the own ones too
-    num_runs = [0] * plan.cp_size
-    for rank in plan.runs[:, 0].tolist():
-        num_runs[rank] += 1
-    heads = shape.num_heads_q / calibration.num_heads_q
-    bytes_out, bytes_back = (
-        forward + backward
-        for forward, backward in zip(
-            shape.forward_bytes(config), shape.backward_bytes(config), strict=True
-        )
-    )
-    sent, received = travelling.sum(axis=1), travelling.sum(axis=0)
-    stages = max(1, min(config.num_stages, plan.cp_size - 1))
-    compute: list[float] = []
-    times: list[float] = []
-    layer: list[float] = []
-    for rank in range(plan.cp_size):
-        nanoseconds = (
-            plan.costs[rank] * calibration.pair_ns
-            + int(rows[rank]) * calibration.row_ns
-            + num_runs[rank] * calibration.run_ns
-        )
-        slowness = max(rank_speeds) / rank_speeds[rank] if rank_speeds else 1.0
-        compute.append((nanoseconds * heads + calibration.base_ns) * slowness / 1e3)
-        # A link carries both directions at once.
-        largest = max(
-            int(sent[rank]) * bytes_out + int(received[rank]) * bytes_back,
-            int(received[rank]) * bytes_out + int(sent[rank]) * bytes_back,
-        )
-        latency = 4 * stages * calibration.link_latency_us if largest else 0.0
-        times.append(largest / calibration.link_gb_per_s / 1e3 + latency)
-        layer.append(max(compute[-1], times[-1]) + min(compute[-1], times[-1]) / stages)
-    return Prediction(compute_us=max(compute), exchange_us=max(times), layer_us=max(layer))
+    return predict_load(layer_load(plan, shape, config), calibration, rank_speeds, network)
 
 
 def make_plan_by_time(
@@ -190,6 +268,7 @@ def make_plan_by_time(
     calibration: Calibration,
     queries: Queries | None = None,
     machine: Machine | None = None,
+    network: Network | None = None,
 ) -> tuple[Plan, float, dict[float, Prediction]]:
     """The plan with the least predicted layer time over `AUTO_TOLERANCES`: `tolerance="auto"`.
 
@@ -197,6 +276,7 @@ def make_plan_by_time(
 
     Args:
         machine: speeds and nodes; by default what rows and runs cost in the calibration.
+        network: as in `predict_layer`.
     Returns:
         The plan, its tolerance, and the prediction of each tolerance.
     Raises:
@@ -214,7 +294,9 @@ def make_plan_by_time(
             tolerance=tolerance,
             machine=chosen,
         )
-        found[tolerance] = predict_layer(plan, shape, config, calibration, chosen.rank_speeds)
+        found[tolerance] = predict_layer(
+            plan, shape, config, calibration, chosen.rank_speeds, network
+        )
         if best is None or found[tolerance].layer_us < found[best[1]].layer_us:
             best = (plan, tolerance)
     assert best is not None

@@ -1,15 +1,27 @@
 """Context attention: few query rows, many keys, any rank owning any number of rows or none."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_splitkv.comm import ThreadGroup
 from megatron_splitkv.config import SplitKVConfig
-from megatron_splitkv.plan import Anchors, Plan, Suffix, make_plan
+from megatron_splitkv.plan import Anchors, Causal, Plan, Suffix, Window, exchange, make_plan
 from tests.packs import packs
-from tests.ranks import Heads, assert_outputs, dense, random_inputs, run_simulated
+from tests.ranks import (
+    Heads,
+    RecordingTransport,
+    assert_outputs,
+    dense,
+    join_ranks,
+    random_inputs,
+    run_rank,
+    run_simulated,
+)
 
 DOCS = [40, 0, 1, 23]
 EDGES = Anchors(((0, 0, 39, 40, 40), (0,), (), (0, 11, 23)), 4)  # both ends, twice, none
@@ -113,3 +125,27 @@ def test_keys_after_the_last_anchor_get_no_gradient():
     assert (got.dv[:7] != 0).any(-1).any(-1).all()
     assert (got.dk[7:] == 0).all()
     assert (got.dv[7:] == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_queries": True, "partial_dtype": "fp16"}], ids=str)
+@pytest.mark.parametrize("queries", [EDGES, Suffix(9), Causal(), Window(7)], ids=str)
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_own_rows_are_done_with_those_of_the_others(cp_size, queries, options):
+    plan = make_plan(DOCS, cp_size, queries=queries, block_size=4)
+    inputs = random_inputs(plan, Heads(), torch.bfloat16, has_sink=True, has_dlse=True)
+    with mock.patch.object(exchange, "JOINT_KEYS_PER_ROW", 0):
+        got = run_simulated(plan, inputs, SplitKVConfig(**options))
+    assert_outputs(got, dense(plan, inputs), torch.bfloat16)
+
+
+def test_few_rows_are_one_exchange_each_way():
+    plan = make_plan([2048], 2, queries=Suffix(8), block_size=64)
+    inputs = random_inputs(plan, Heads())
+
+    def body(transport):
+        recording = RecordingTransport(transport)
+        return run_rank(plan, inputs, recording, SplitKVConfig()), len(recording.calls)
+
+    parts, calls = zip(*ThreadGroup(2).run(body), strict=True)
+    assert_outputs(join_ranks(plan, parts), dense(plan, inputs))
+    assert calls == (4, 4), "out and back, forward and backward"

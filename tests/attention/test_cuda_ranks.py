@@ -122,10 +122,10 @@ class DelayedTransport:
 
         return Pending(finish)
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         self.pause()
         self.pause(self.inner.group.receiving_stream(self.rank))
-        return self.started(self.inner.exchange(rows, send_counts, recv_counts))
+        return self.started(self.inner.exchange(rows, counts))
 
     def all_gather(self, rows: Tensor) -> Pending:
         self.pause()
@@ -266,21 +266,24 @@ def test_two_processes_over_gloo_give_the_bits_of_two_threads(queries):
 # Processes with a GPU each.
 
 
-def nccl_rank(plan: Plan, inputs: Inputs, config: SplitKVConfig) -> list[Tensor | None]:
+def rank_of_two_gpus(plan: Plan, inputs: Inputs, config: SplitKVConfig) -> list[Tensor | None]:
     torch.use_deterministic_algorithms(True)
     device = torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)
     group = dist.new_group(backend="nccl", device_id=device)
-    return run_rank(plan, inputs, transport_of(group, device), config, device="cuda")
+    transport = transport_of(group, device, config.transport)
+    return run_rank(plan, inputs, transport, config, device="cuda")
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.parametrize("transport", ["nccl", "symmetric"])
 @pytest.mark.parametrize("queries", [Causal(), ANCHORS], ids=["causal", "anchors"])
-def test_two_gpus_over_nccl_give_the_bits_of_two_threads(queries):
+def test_two_gpus_give_the_bits_of_two_threads(queries, transport):
     plan = make_plan(DOCS, 2, queries=queries, block_size=64)
     inputs, expected = known(queries)
-    for config in (SplitKVConfig(), SplitKVConfig(keep_queries=True, partial_dtype="fp32")):
-        got = join_ranks(plan, run_gloo(2, nccl_rank, plan, inputs, config))
+    for options in ({}, {"keep_queries": True, "partial_dtype": "fp32"}):
+        config = SplitKVConfig(transport=transport, **options)
+        got = join_ranks(plan, run_gloo(2, rank_of_two_gpus, plan, inputs, config))
         check(got, expected)
         simulated = run_simulated(plan, inputs, config, device="cuda")
         assert got.fingerprint() == simulated.fingerprint()

@@ -205,7 +205,7 @@ class Untouched:
 
     rank, size = 0, 2
 
-    def exchange(self, rows, send_counts, recv_counts):
+    def exchange(self, rows, counts):
         raise AssertionError("rows travelled")
 
     all_gather = exchange

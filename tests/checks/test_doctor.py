@@ -7,10 +7,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_splitkv import doctor
 from megatron_splitkv.checks import inventory
 from megatron_splitkv.mcore import hooks
+from megatron_splitkv.ops import work_lists
 
 # The modules that a machine lacks cannot be imported, then the command runs as __main__.
 WITHOUT = (
@@ -36,6 +38,22 @@ def test_this_machine_is_sound():
     isa, _, isas = found["CPU kernels"]["found"].partition(";")[0].partition(" of ")
     assert isa in isas.split()
     assert all(finding["state"] != "broken" for finding in found.values())
+
+
+def test_gpus_are_named_with_the_kernels_that_they_get(monkeypatch):
+    properties = SimpleNamespace(
+        name="H200", total_memory=140 << 30, multi_processor_count=132, major=9, minor=0
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    capabilities = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (7, 5)}
+    monkeypatch.setattr(work_lists, "device_capability", capabilities.__getitem__)
+    first, kernels, second = inventory._gpus()
+    assert (first.state, kernels.state, second.state) == ("ok", "ok", "broken")
+    assert first.found == "H200, 140 GiB, 132 SMs, capability 9.0"
+    assert kernels.found.startswith("sm90; bfloat16, float16; head dims (qk, v) (64, 64), ")
+    assert "compute capability 8.0" in second.remedy
 
 
 def test_without_native_modules_it_says_how_to_build():

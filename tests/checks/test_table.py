@@ -3,8 +3,10 @@
 import io
 
 import pytest
+import torch
 from rich.console import Console
 
+from megatron_splitkv.checks.op_checks import section_of
 from megatron_splitkv.checks.table import Check, failed, print_checks, worst_of_ranks
 
 
@@ -50,6 +52,11 @@ def test_a_rank_that_knows_no_number_is_the_worst():
 def test_ranks_that_made_other_checks_are_refused():
     with pytest.raises(ValueError, match=r"different checks \(1, 2 each\)"):
         worst_of_ranks([[check(0.0)], [check(0.0), check(0.0)]])
+
+
+def test_sections_do_not_name_a_rank_s_own_gpu():
+    first, second = (section_of(torch.bfloat16, torch.device("cuda", rank)) for rank in (0, 1))
+    assert first == second == "ops on cuda, bfloat16"
 
 
 def test_the_last_line_names_failures():

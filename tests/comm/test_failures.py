@@ -4,6 +4,7 @@ import threading
 import time
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from megatron_splitkv.comm import ProcessGroupTransport, ThreadGroup, Transport
 from tests.gloo import GlooError, run_gloo, run_outcomes
 from tests.transports import check_exchange, exchange_body, on_gloo, rank_and_size
+
+ONE_EACH = np.ones((3, 3), dtype=np.int64)
 
 
 def test_a_raising_thread_rank_releases_the_others():
@@ -20,7 +23,9 @@ def test_a_raising_thread_rank_releases_the_others():
         if transport.rank == 1:
             raise ValueError("document 3 is broken")
         try:
-            transport.exchange(torch.zeros(0, 16, dtype=torch.uint8), [0] * 3, [0] * 3).wait()
+            transport.exchange(
+                torch.zeros(0, 16, dtype=torch.uint8), np.zeros((3, 3), dtype=np.int64)
+            ).wait()
         except threading.BrokenBarrierError:
             released.append(transport.rank)
             raise
@@ -36,7 +41,7 @@ def test_a_group_of_threads_works_again_after_an_error():
     group = ThreadGroup(3, timeout_s=30.0)
 
     def body(transport: Transport) -> None:
-        transport.exchange(torch.zeros(3, 16, dtype=torch.uint8), [1] * 3, [1] * 3).wait()
+        transport.exchange(torch.zeros(3, 16, dtype=torch.uint8), ONE_EACH).wait()
         if transport.rank == 2:
             raise ValueError("document 3 is broken")
         transport.all_gather(torch.zeros(1, 16, dtype=torch.uint8)).wait()
@@ -59,7 +64,7 @@ def test_a_missing_thread_rank_is_a_timeout():
 def test_tables_that_disagree_are_caught():
     def body(transport: Transport) -> None:
         rows = torch.zeros(2, 16, dtype=torch.uint8)
-        transport.exchange(rows, [1, 1], [1, 1 + transport.rank]).wait()
+        transport.exchange(rows, np.array([[1, 1 + transport.rank], [1, 1]])).wait()
 
     with pytest.raises(AssertionError, match="exchange tables disagree"):
         ThreadGroup(2, timeout_s=5.0).run(body)
@@ -70,7 +75,7 @@ def one_rank_raises() -> str:
     if dist.get_rank() == 1:
         raise ValueError("document 3 is broken")
     transport = ProcessGroupTransport(group=group)
-    transport.exchange(torch.zeros(3, 16, dtype=torch.uint8), [1, 1, 1], [1, 1, 1]).wait()
+    transport.exchange(torch.zeros(3, 16, dtype=torch.uint8), ONE_EACH).wait()
     return "reached"
 
 
@@ -90,7 +95,7 @@ def one_rank_stalls() -> float:
     start = time.monotonic()
     transport = ProcessGroupTransport(group=group)
     with pytest.raises(RuntimeError, match=r"imed out"):
-        transport.exchange(torch.zeros(3, 16, dtype=torch.uint8), [1, 1, 1], [1, 1, 1]).wait()
+        transport.exchange(torch.zeros(3, 16, dtype=torch.uint8), ONE_EACH).wait()
     return time.monotonic() - start
 
 

@@ -115,7 +115,9 @@ def round_trip(transport: Transport, plan: Plan, num_stages: int) -> list[torch.
         (returned,) = back_format.unpack(return_rows(answer, stage, transport).wait())
         answers.append(returned)
         assert torch.equal(returned[:, 0], mine[stage.send_rows])
-        makers = torch.arange(layout.cp_size).repeat_interleave(torch.tensor(stage.send_counts))
+        makers = torch.arange(layout.cp_size).repeat_interleave(
+            torch.from_numpy(stage.counts[transport.rank])
+        )
         assert torch.equal(returned[:, 1], makers)
     return answers
 

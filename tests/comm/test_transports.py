@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,7 +113,7 @@ def pinned_body() -> list[tuple[tuple[int, int], bool]]:
         mock.patch.object(dist, "all_to_all_single", return_value=None),
         mock.patch.object(dist, "all_gather_into_tensor", return_value=None),
     ):
-        transport.exchange(rows, [1, 3], [2, 7])
+        transport.exchange(rows, np.array([[1, 3], [8, 6]]))
         transport.all_gather(rows)
     return rows.asked
 

@@ -43,14 +43,13 @@ def start(tmp_path):
 def machine(tmp_path):
     """A Python that finds GPUs and kernels as it is told, and prints instead of training."""
 
-    def make(num_gpus, has_kernels):
+    def make(num_gpus, has_kernels, has_te=0, has_apex=0):
         path = tmp_path / "python"
         path.write_text(
             "#!/usr/bin/env bash\n"
             'case "$*" in\n'
-            f"*device_count*) echo {num_gpus} {has_kernels} ;;\n"
+            f"*device_count*) echo {num_gpus} {has_kernels} {has_te} {has_apex} ;;\n"
             '*torch.distributed.run*) echo "devices=${CUDA_VISIBLE_DEVICES-all} $*" ;;\n'
-            "*transformer_engine*) exit 1 ;;\n"
             f'*) exec "{sys.executable}" "$@" ;;\n'
             "esac\n"
         )
@@ -99,6 +98,7 @@ def test_trains_over_two_ranks_and_passes_arguments_on(start, texts):
         ({"GLOBAL_BATCH": "-2"}, "GLOBAL_BATCH=-2 must be a whole number"),
         ({"MAX_BYTES": "1e6"}, "MAX_BYTES=1e6 must be a whole number"),
         ({"PACKED": "yes"}, "PACKED=yes must be 0 or 1; unset it"),
+        ({"BACKEND": "mpi"}, "BACKEND=mpi must be nccl or gloo; unset it"),
         (
             {"CP": "2", "TP": "2", "NPROC": "6"},
             "NPROC=6 must be a multiple of TP*PP*CP=4; set NPROC=8, or change TP*PP*CP",
@@ -146,7 +146,24 @@ def test_gpus_without_kernels_are_left_alone(start, machine, texts, has_kernels,
 def test_more_processes_than_gpus(start, machine):
     status, log = start(PYTHON=machine(2, 1), CP="4")
     assert status == 2
-    assert log == "NPROC=4 must be at most the 2 GPUs of this machine; lower TP, PP or CP\n"
+    way_out = "lower TP, PP or CP, or have processes share a GPU with BACKEND=gloo"
+    assert log == f"NPROC=4 must be at most the 2 GPUs of this machine; {way_out}\n"
+
+
+def test_processes_share_a_gpu_over_gloo(start, machine, texts):
+    status, log = start(DATA=str(texts), PYTHON=machine(1, 1), CP="2", BACKEND="gloo")
+    assert status == 0, log
+    assert "--nproc-per-node 2" in log
+    assert "--distributed-backend gloo --splitkv-transport gloo" in log
+
+
+@pytest.mark.parametrize(("has_te", "has_apex"), [(0, 0), (1, 0), (1, 1)])
+def test_what_needs_a_missing_package_is_off(start, machine, texts, has_te, has_apex):
+    python = machine(1, 1, has_te, has_apex)
+    status, log = start(DATA=str(texts), PYTHON=python, CP="1")
+    assert status == 0, log
+    assert ("--transformer-impl local" in log) == (not has_te)
+    assert ("--no-gradient-accumulation-fusion" in log) == (not has_apex)
 
 
 def test_default_batch_is_two_passes(start, machine, texts):

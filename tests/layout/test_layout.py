@@ -1,5 +1,7 @@
 """`ShardLayout` against dense masks: what each rank holds, sends, receives and sees."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,9 @@ from megatron_splitkv.plan import (
     Queries,
     Suffix,
     Window,
+    exchange,
     make_plan,
+    plan_exchange,
 )
 from tests.packs import owner_of_rows, owner_of_tokens, packs, plan_mask, query_specs
 
@@ -34,10 +38,19 @@ def seen_here(intervals, num_rows: int, num_keys: int) -> np.ndarray:
 
 
 def stage_peers(layout: ShardLayout, num_stages: int) -> list[list[int]]:
-    """Distances of each stage, nearest first: what every rank must agree on."""
+    """Distances of each stage, nearest first: what every rank must agree on.
+
+    A group of distances has as many stages as its rows have pieces.
+    """
     others = layout.cp_size - 1
-    groups = np.array_split(np.arange(1, layout.cp_size), min(num_stages, others)) if others else []
-    return [group.tolist() for group in groups]
+    if not others:
+        return []
+    if layout.own is None:
+        return [list(range(layout.cp_size))]
+    groups = np.array_split(np.arange(1, layout.cp_size), min(num_stages, others))
+    pieces, left = divmod(len(layout.stages), len(groups))
+    assert left == 0
+    return [group.tolist() for group in groups for _ in range(pieces)]
 
 
 class Ranks:
@@ -59,6 +72,8 @@ class Ranks:
             rows, tokens = self.rows[rank], self.tokens[rank]
             assert layout.kv_index.tolist() == tokens.tolist()
             assert (layout.num_kv_rows, layout.num_query_rows) == (len(tokens), len(rows))
+            if layout.own is None:
+                continue
             own = seen_here(layout.own, len(rows), len(tokens))
             np.testing.assert_array_equal(own, self.mask[np.ix_(rows, tokens)])
 
@@ -73,9 +88,9 @@ class Ranks:
             stages = [layout.stages[index] for layout in self.layouts]
             for rank, stage in enumerate(stages):
                 for peer in range(cp_size):
-                    assert stage.send_counts[peer] == stages[peer].recv_counts[rank]
                     if (rank - peer) % cp_size not in distances:
-                        assert stage.send_counts[peer] == 0
+                        assert stage.counts[rank, peer] == 0
+                np.testing.assert_array_equal(stage.counts, stages[0].counts)
                 self.check_returns(rank, stage)
             for rank in range(cp_size):
                 self.check_received(rank, stages, seen[rank])
@@ -87,7 +102,7 @@ class Ranks:
         send_rows = stage.send_rows.tolist()
         ptr, slots = stage.return_ptr.tolist(), stage.return_slots.tolist()
         assert stage.return_ptr.dtype == stage.return_slots.dtype == torch.int32
-        assert len(send_rows) == sum(stage.send_counts) == len(slots)
+        assert len(send_rows) == stage.counts[rank].sum() == len(slots)
         assert len(ptr) == len(self.rows[rank]) + 1
         for row in range(len(self.rows[rank])):
             mine = slots[ptr[row] : ptr[row + 1]]
@@ -97,10 +112,10 @@ class Ranks:
         """What arrives, grouped by source in rank order, with the intervals meant for it."""
         arrived = []
         for source, stage in enumerate(stages):
-            sent = stage.send_rows.split(list(stage.send_counts))[rank].numpy()
+            sent = stage.send_rows.split(stage.counts[source].tolist())[rank].numpy()
             arrived.append(self.rows[source][sent])
         rows = np.concatenate(arrived)
-        assert len(rows) == sum(stages[rank].recv_counts)
+        assert len(rows) == stages[rank].counts[:, rank].sum()
         tokens = self.tokens[rank]
         intervals = seen_here(stages[rank].intervals, len(rows), len(tokens))
         np.testing.assert_array_equal(intervals, self.mask[np.ix_(rows, tokens)])
@@ -108,9 +123,12 @@ class Ranks:
             seen[row, tokens] += keys
 
     def check_all_seen(self, rank: int, seen: np.ndarray) -> None:
-        """Every visible pair with a key here and a row elsewhere is met exactly once."""
+        """Every visible pair with a key here and a row elsewhere is met exactly once; in a joint
+        exchange also those with an own row.
+        """
         expected = self.mask.copy()
-        expected[self.rows[rank]] = False
+        if self.layouts[rank].own is not None:
+            expected[self.rows[rank]] = False
         expected[:, np.setdiff1d(np.arange(self.mask.shape[1]), self.tokens[rank])] = False
         np.testing.assert_array_equal(seen, expected.astype(int))
 
@@ -127,6 +145,49 @@ def test_every_pair_is_met_once(pack, cp_size, block_size, num_stages):
     ranks = Ranks(plan, num_stages)
     ranks.check_own()
     ranks.check_stages(num_stages)
+
+
+@settings(max_examples=60, deadline=None)
+@given(packs(max_length=24), st.integers(1, 4), st.integers(1, 9), st.integers(1, 4))
+@example(([24], [24], Causal()), 2, 8, 2)
+def test_every_pair_is_met_once_when_rows_are_cut(pack, cp_size, num_stages, min_rows):
+    lens, padded, queries = pack
+    plan = make_plan(lens, cp_size, queries=queries, padded_lens=padded, block_size=3)
+    with mock.patch.object(exchange, "MIN_STAGE_ROWS", min_rows):
+        ranks = Ranks(plan, num_stages)
+        ranks.check_own()
+        ranks.check_stages(num_stages)
+        due = plan_exchange(plan).num_exchanges(num_stages)
+    assert {len(layout.stages) for layout in ranks.layouts} == {due}
+    assert due <= num_stages
+
+
+@settings(max_examples=60, deadline=None)
+@given(packs(max_length=24), st.integers(1, 4), st.integers(1, 4))
+def test_every_pair_is_met_once_when_all_rows_are_done_at_once(pack, cp_size, num_stages):
+    lens, padded, queries = pack
+    plan = make_plan(lens, cp_size, queries=queries, padded_lens=padded, block_size=3)
+    with mock.patch.object(exchange, "JOINT_KEYS_PER_ROW", 0):
+        ranks = Ranks(plan, num_stages)
+    for layout in ranks.layouts:
+        assert (layout.own is None) == (cp_size > 1)
+        assert len(layout.stages) == (cp_size > 1)
+    ranks.check_own()
+    ranks.check_stages(num_stages)
+
+
+def test_few_rows_beside_the_keys_are_done_at_once():
+    plan = make_plan([1024], 2, queries=Suffix(16), block_size=64)
+    assert build_layout(plan, 0).own is None
+    assert build_layout(make_plan([1024], 2, queries=Suffix(17), block_size=64), 0).own is not None
+
+
+def test_pieces_of_rows_are_nearly_equal():
+    plan = make_plan([64], 2, queries=Full(), block_size=1)
+    with mock.patch.object(exchange, "MIN_STAGE_ROWS", 10):
+        for rank in range(2):
+            stages = build_layout(plan, rank, num_stages=4).stages
+            assert [stage.counts[rank].sum() for stage in stages] == [10, 11, 11]
 
 
 @settings(max_examples=60, deadline=None)
@@ -205,8 +266,8 @@ def test_to_moves_every_tensor_and_changes_nothing_else(queries):
         tensor.shape for tensor in tensors_of(layout)
     ]
     assert (moved.fingerprint, moved.cp_rank) == (layout.fingerprint, 1)
-    assert [stage.send_counts for stage in moved.stages] == [
-        stage.send_counts for stage in layout.stages
+    assert [stage.counts.tolist() for stage in moved.stages] == [
+        stage.counts.tolist() for stage in layout.stages
     ]
     same = layout.to(torch.device("cpu"))
     assert all(map(torch.equal, tensors_of(same), tensors_of(layout)))

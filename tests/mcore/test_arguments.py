@@ -5,6 +5,7 @@ import os
 import shlex
 
 import pytest
+import torch
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_splitkv.config import SplitKVConfig
@@ -66,6 +67,21 @@ def test_unknown_implementation_is_one_line():
         arguments.requested_impl(["--context-parallel-impl", "ring"])
 
 
+@pytest.mark.parametrize(
+    ("backend", "num_ranks", "device", "says"),
+    [("gloo", 4, 1, "4 ranks share 2 GPU"), ("gloo", 2, 3, None), ("nccl", 4, 3, None)],
+)
+def test_ranks_share_gpus_over_gloo_alone(parse, monkeypatch, backend, num_ranks, device, says):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    args = parse(f"--distributed-backend {backend}")
+    args.local_rank = 3
+    notes = arguments.validate_splitkv_args(args)
+    assert args.local_rank == device
+    assert any(says in note for note in notes) if says else not any("share" in x for x in notes)
+
+
 def test_yaml_is_refused():
     with pytest.raises(UnsupportedError, match=r"--yaml-cfg run.yaml bypasses the checks"):
         arguments.check_command_line(["--yaml-cfg", "run.yaml"])
@@ -122,6 +138,8 @@ def test_bad_values(parse, extra, message):
         ("--log-max-attention-logit", r"--log-max-attention-logit=True"),
         ("--position-embedding-type relative", r"relative positions, alibi"),
         ("--cuda-graph-impl local", r"--cuda-graph-impl=local .* planned anew"),
+        ("--cuda-graph-impl transformer_engine", r"--cuda-graph-impl=transformer_engine does not"),
+        ("--cuda-graph-impl full_iteration", r"--cuda-graph-impl=full_iteration does not work"),
         ("--enable-cuda-graph", r"--enable-cuda-graph=True"),
         ("--external-cuda-graph", r"--external-cuda-graph=True"),
         ("--logits-load-dir d", r"--logits-load-dir=d .* order of tokens"),

@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_splitkv.config import SplitKVConfig
+from tests.gloo import run_gloo
 from tests.mcore.jobs import Result, train
+from tests.mcore.test_library import build_model, megatron_groups
 
 PACKED = "--dataloader-inter-document-masking"
 DISTRIBUTED = "--ckpt-format torch_dist --softmax-type learnable --override-opt-param-scheduler"
@@ -34,3 +38,21 @@ def test_saved_at_cp2_it_resumes_at_cp1_and_cp4(tmp_path: Path, text_data: Path)
     megatron = train(tmp_path / "stock", text_data, stock, impl="megatron", iterations=2)
     assert checkpoint_keys(saved) == checkpoint_keys(megatron)
     assert any("softmax_offset" in key for key in checkpoint_keys(saved))
+
+
+def check_extra_state() -> None:
+    """Keys that Transformer Engine's attention adds to a `torch` checkpoint are no error."""
+    from megatron_splitkv.mcore.plans import PlanBook
+
+    with megatron_groups() as (whole, _):
+        model = build_model(whole, PlanBook(SplitKVConfig()))
+        prefix = "decoder.layers.1.self_attention.core_attention"
+        state = model.state_dict()
+        assert f"{prefix}._extra_state" not in state
+        model.load_state_dict({**state, f"{prefix}._extra_state": torch.zeros(0)})
+        with pytest.raises(RuntimeError, match=f"Unexpected key.*{prefix}.other"):
+            model.load_state_dict({**state, f"{prefix}.other": torch.zeros(0)})
+
+
+def test_checkpoints_of_transformer_engine_load() -> None:
+    run_gloo(1, check_extra_state)

@@ -1,12 +1,13 @@
-"""What the module refuses on a GPU, told before anything runs there."""
+"""What the module refuses by itself, told before anything runs on a GPU."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_splitkv.errors import UnsupportedError
-from megatron_splitkv.mcore.refusals import refuse_missing_kernels
+from megatron_splitkv.mcore.refusals import refuse_missing_kernels, refuse_unsupported_config
 from megatron_splitkv.ops import cuda
 
 BF16 = SimpleNamespace(params_dtype=torch.bfloat16)
@@ -28,3 +29,21 @@ def test_head_dims_and_dtypes_without_kernels_are_refused_on_a_gpu(monkeypatch):
 def test_the_cpu_takes_any(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refuse_missing_kernels(FP32, 12, 8)
+
+
+@pytest.mark.parametrize(
+    ("setting", "impl"),
+    [
+        ({"cuda_graph_impl": "local"}, "local"),
+        ({"cuda_graph_impl": "transformer_engine"}, "transformer_engine"),
+        ({"cuda_graph_impl": "full_iteration"}, "full_iteration"),
+        ({"enable_cuda_graph": True}, "local"),
+        ({"external_cuda_graph": True}, "transformer_engine"),
+    ],
+)
+def test_cuda_graphs_are_refused_whatever_captures_them(setting, impl):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.0, **setting
+    )
+    with pytest.raises(UnsupportedError, match=rf"^cuda_graph_impl={impl} .*; set it to none, or"):
+        refuse_unsupported_config(config, None)

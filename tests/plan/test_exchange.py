@@ -18,6 +18,7 @@ from megatron_splitkv.plan import (
     make_plan,
     plan_exchange,
 )
+from megatron_splitkv.plan.exchange import MIN_STAGE_ROWS
 from tests.packs import owner_of_rows, owner_of_tokens, packs, plan_mask, query_specs
 
 
@@ -112,6 +113,18 @@ def test_all_gather_when_everyone_needs_nearly_everything():
     assert causal.travelling(1).sum() < 3 * 512
     sparse = plan_exchange(make_plan([512], 4, queries=Window(3), block_size=64))
     assert sparse.travelling(1).sum() < 64
+
+
+def test_ranks_are_parted_before_rows_are_cut():
+    rows = 3 * MIN_STAGE_ROWS
+    of_two = plan_exchange(make_plan([2 * rows], 2, queries=Full(), block_size=64))
+    assert [of_two.cuts(bound) for bound in (1, 2, 3, 9)] == [(1, 1), (1, 2), (1, 3), (1, 3)]
+    of_four = plan_exchange(make_plan([4 * rows], 4, queries=Full(), block_size=64))
+    assert [of_four.cuts(bound) for bound in (2, 3, 5, 6, 99)] == [
+        (2, 1), (3, 1), (3, 1), (3, 2), (3, 3),
+    ]  # fmt: skip
+    assert [of_four.num_exchanges(bound) for bound in (2, 6)] == [2, 6]
+    assert plan_exchange(make_plan([rows], 1)).num_exchanges(4) == 0
 
 
 def test_all_gather_counts_every_row():

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from megatron_splitkv.config import SplitKVConfig
-from megatron_splitkv.plan import Machine, make_plan
+from megatron_splitkv.plan import Full, Machine, make_plan
 from megatron_splitkv.plan.predict import (
     AUTO_TOLERANCES,
     Calibration,
+    Network,
     calibration_from_json,
     make_plan_by_time,
     predict_layer,
@@ -44,6 +45,31 @@ def test_prediction_by_hand():
     exchanged = largest / 10.0 / 1e3 + 4 * 1.0  # one stage with two ranks
     assert found.exchange_us == pytest.approx(exchanged)
     assert found.layer_us == pytest.approx(max(computed) + exchanged)
+
+
+def test_what_leaves_a_node_takes_the_network():
+    """Four ranks with 64 rows each that all need: a node is two ranks."""
+    plan = make_plan([256], 4, queries=Full(), block_size=64)
+    config = SplitKVConfig(num_stages=1)
+    out, back = (
+        forward + backward
+        for forward, backward in zip(
+            SHAPE.forward_bytes(config), SHAPE.backward_bytes(config), strict=True
+        )
+    )
+    row_us = 64 * (out + back) / 1e3  # at 1 GB/s
+    latency = 4 * CALIBRATION.link_latency_us
+    for gb_per_s, slowest in ((0.5, 2 * row_us / 0.5), (1e3, 1 * row_us / 10.0)):
+        network = Network(ranks_per_node=2, gb_per_s=gb_per_s)
+        found = predict_layer(plan, SHAPE, config, CALIBRATION, network=network)
+        assert found.exchange_us == pytest.approx(slowest + latency)
+    one_node = Network(ranks_per_node=4, gb_per_s=0.5)
+    assert predict_layer(plan, SHAPE, config, CALIBRATION, network=one_node) == predict_layer(
+        plan, SHAPE, config, CALIBRATION
+    )
+    for bad, message in ((dict(ranks_per_node=0), "ranks_per_node=0"), (dict(gb_per_s=0.0), "0.0")):
+        with pytest.raises(ValueError, match=message):
+            Network(**(dict(ranks_per_node=8, gb_per_s=45.0) | bad))
 
 
 def test_stages_overlap():

@@ -7,10 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cp_baselines import METHODS
-from cp_measure import _Replayed
+from cp_measure_replay import _Replayed
 from cp_methods import RankInputs
 from cp_replay import (
     Link,
@@ -18,13 +19,13 @@ from cp_replay import (
     ReplayTransport,
     Start,
     Wait,
-    WaitingTransport,
     Work,
     bytes_sent,
     compute_ms,
     median_trace,
     simulate,
 )
+from cp_transports import WaitingTransport
 from cp_workloads import Workload
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
@@ -109,11 +110,12 @@ def test_rows_that_are_made_up_take_no_time_of_the_rank(monkeypatch):
     monkeypatch.setattr("cp_replay.time.perf_counter", lambda: float(next(clock)))
     recorder = Recorder(CPU)
     transport = ReplayTransport(rank=0, size=2, recorder=recorder)
+    counts = np.array([[0, 4], [5, 0]])
     with recorder:  # marks: in, start, made up, other, wait, out
-        received = transport.exchange(torch.ones(4, 8, dtype=torch.uint8), [1, 3], [0, 5]).wait()
+        received = transport.exchange(torch.ones(4, 8, dtype=torch.uint8), counts).wait()
     assert received.shape == (5, 8)
     assert recorder.trace() == [
-        work(0, 1000.0), Start(bytes_to=(0, 24)), work(0, 2000.0), Wait(index=0), work(0, 1000.0),
+        work(0, 1000.0), Start(bytes_to=(0, 32)), work(0, 2000.0), Wait(index=0), work(0, 1000.0),
     ]  # fmt: skip
 
 
@@ -122,7 +124,7 @@ class SlowTransport:
 
     rank, size = 0, 1
 
-    def exchange(self, rows, send_counts, recv_counts):
+    def exchange(self, rows, counts):
         def wait():
             time.sleep(0.2)
             return rows
@@ -137,7 +139,7 @@ def test_waiting_is_no_kernel_time():
     q = torch.ones(1, 1, 16)
     begin, end = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     with recorder:
-        pending = transport.exchange(rows, [4], [4])
+        pending = transport.exchange(rows, np.array([[4]]))
         partial_attention(q, q, q, begin, end, softmax_scale=1.0)
         pending.wait()
         torch.zeros(1)

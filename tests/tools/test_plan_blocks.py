@@ -337,6 +337,19 @@ def test_a_projection_says_that_it_is_one(tmp_path):
     assert "--simulate needs --calibration" in bad.stderr
 
 
+def test_a_projection_over_a_slower_network_is_slower_and_names_it(tmp_path):
+    file = write_calibration(tmp_path / "c.json")
+    options = ("--lengths", "65536", "--cp", "8", "--calibration", file, "--simulate")
+    nodes = (*options, "--ranks-per-node", "8", "--network-gb-per-s", "0.001")
+    near, far = (figures(*given)["projection"] for given in (options, nodes))
+    assert near[0] == far[0]  # inside a node
+    assert all(a["exchange_us"] < b["exchange_us"] for a, b in zip(near[1:], far[1:], strict=True))
+    words = " ".join(run_tool(*nodes).stdout.split())
+    assert "between nodes of 8 ranks 0.001 GB/s, as given" in words
+    bad = run_tool(*options, "--network-gb-per-s", "5")
+    assert "--network-gb-per-s needs --ranks-per-node N" in bad.stderr
+
+
 @pytest.mark.parametrize(
     "option", [(), ("--tolerance", "0.3"), ("--ranks-per-node", "2"), ("--speeds", "1,1,1,.5")]
 )

@@ -1,0 +1,91 @@
+"""Rows pulled by copy engines: two GPUs of one host against known answers, refusals anywhere."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_splitkv.comm import SymmetricTransport, transport_of
+from megatron_splitkv.comm.symmetric import places_of
+from tests.gloo import run_gloo
+from tests.transports import check_exchange, counts_between, exchange_body, rows_between
+
+
+def refusal(device: str) -> str:
+    with pytest.raises(ValueError, match="transport='symmetric'") as error:
+        transport_of(dist.group.WORLD, torch.device(device), "symmetric")
+    return str(error.value)
+
+
+def test_the_cpu_is_refused():
+    for text in run_gloo(2, refusal, "cpu"):
+        assert "moves rows between GPUs" in text
+        assert "take transport auto" in text
+
+
+@pytest.mark.gpu
+def test_ranks_that_share_a_gpu_are_refused():
+    for text in run_gloo(2, refusal, "cuda:0"):
+        assert "needs a GPU for each context-parallel rank, got 1 for 2" in text
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_rank_finds_its_rows_in_what_the_others_show(size):
+    counts = counts_between(size, seed=size).numpy()
+    shown = [
+        torch.cat([rows_between(source, to, int(counts[source, to]), 16) for to in range(size)])
+        for source in range(size)
+    ]
+    for rank in range(size):
+        region, begins = places_of(counts, rank, row_bytes=16)
+        assert region == max(rows.numel() for rows in shown)
+        for source, begin in enumerate(begins):
+            due = rows_between(source, rank, int(counts[source, rank]), 16).flatten()
+            assert torch.equal(shown[source].flatten()[begin : begin + len(due)], due)
+
+
+def my_device() -> torch.device:
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    return device
+
+
+def known_body(seed: int, row_bytes: int) -> list[torch.Tensor]:
+    device = my_device()
+    transport = SymmetricTransport(dist.group.WORLD, device)
+    return exchange_body(transport, seed, row_bytes, str(device))
+
+
+@pytest.mark.multi_gpu
+def test_symmetric_transport():
+    for seed in range(3):
+        check_exchange(2, seed, 48, run_gloo(2, known_body, seed, 48))
+
+
+def racing_body(num_calls: int) -> int:
+    """Collectives of random sizes with pauses of either rank; returns how many came out wrong."""
+    device, rank = my_device(), dist.get_rank()
+    transport = SymmetricTransport(dist.group.WORLD, device)
+    pauses = np.random.default_rng(rank)
+    together = np.random.default_rng(7)
+    wrong, pending = [], []
+    for call in range(num_calls):
+        largest = 1 << int(together.integers(1, 19))  # grows the buffers now and then
+        counts = together.integers(0, largest, (2, 2))
+        value = 100 * rank + call % 100
+        torch.cuda._sleep(int(pauses.integers(0, 2_000_000)))
+        rows = torch.full((int(counts[rank].sum()), 64), value, dtype=torch.uint8, device=device)
+        pending.append((call, transport.exchange(rows, counts), counts[:, rank]))
+        del rows  # what it held is free for others at once
+        while len(pending) > (2 if call < num_calls - 1 else 0):
+            number, arriving, coming = pending.pop(0)
+            received = arriving.wait().split(coming.tolist())
+            for source, part in enumerate(received):
+                wrong.append((part != 100 * source + number % 100).any())
+            del arriving, received
+    return int(torch.stack(wrong).sum())
+
+
+@pytest.mark.multi_gpu
+def test_ranks_that_stall_read_nothing_too_early_and_overwrite_nothing():
+    assert run_gloo(2, racing_body, 300) == [0, 0]

@@ -1,0 +1,192 @@
+"""`tools/bench_scaling.py`: cases, the fit, the tables, and a small run on real ranks."""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cp_report import Line
+from cp_workloads import NAMES, workload_of
+from scaling_cases import KINDS, Case, Pace, all_cases, fit_into, kind_of, size_name
+from scaling_fit import Projected, fit, measured_of, project
+from scaling_report import Report, markdown, plot, rows_of
+
+from megatron_splitkv.plan import Suffix
+from megatron_splitkv.plan.predict import Calibration, predict_load
+
+TOOL = Path(__file__).resolve().parents[2] / "tools/bench_scaling.py"
+K = 1024
+TERMS = Calibration(
+    device="made up", dtype="bf16", head_dim=128, num_heads_q=32, num_heads_kv=8, pair_ns=0.1,
+    row_ns=40.0, run_ns=2e3, base_ns=2e5, worst_error=0.0, link_gb_per_s=180.0,
+    link_latency_us=60.0, source="by hand",
+)  # fmt: skip
+
+
+def test_workload_names():
+    rows, document, pile = (workload_of(name) for name in ("8k-1m", "64k-gqa", "pile-3k"))
+    assert (rows.queries, rows.num_tokens, rows.heads) == (Suffix(8 * K), K * K, (32, 4))
+    assert (document.doc_lens, document.heads) == ((64 * K,), (32, 8))
+    assert pile.num_tokens == 3 * K
+    assert workload_of("128").doc_lens == (128,)
+    assert [workload_of(name).name for name in NAMES] == list(NAMES)
+    for name in ("0k", "8k-", "pile-", "64g", "-gqa", "piles"):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be one of"):
+            workload_of(name)
+    assert [size_name(x) for x in (100, 2 * K, 3 * K * K)] == ["100", "2k", "3m"]
+
+
+def some_cases() -> list[Case]:
+    strong = [workload_of("4k-gqa"), workload_of("64-4k")]
+    return all_cases([1, 2], [K, 2 * K], strong, 64, ["split-kv", "ring", "te-p2p"])
+
+
+def test_what_weak_and_strong_scaling_share_is_run_once():
+    cases = some_cases()
+    names = [(case.workload.name, case.cp_size) for case in cases]
+    assert len(names) == len(set(names)) == 3 * 2 * 2 + 2  # at cp 2 strong is 2K a rank
+    assert {case.methods for case in cases if case.cp_size == 1} == {("split-kv",)}
+    assert {kind_of(case.workload) for case in cases} == set(KINDS)
+    assert all(case.kind == kind_of(case.workload) for case in cases)
+
+
+def test_the_dearest_is_dropped_by_name_other_methods_first():
+    pace = Pace(device="cpu", rounds=1)
+    cases = some_cases()
+    total = sum(map(pace.seconds, cases))
+    assert fit_into(cases, total, pace).dropped == []
+    some = fit_into(cases, total - 1.0, pace)
+    assert some.dropped == ["4k-gqa at cp 2: ring, te-p2p"]
+    assert len(some.cases) == len(cases)
+    few = fit_into(cases, 10.0, pace)
+    assert sum(map(pace.seconds, few.cases)) <= 10.0
+    assert few.dropped[-1] == "64-1k at cp 1" or "64-1k at cp 1" not in few.dropped
+    assert "4k-gqa at cp 1" in few.dropped
+    assert {case.methods for case in few.cases} == {("split-kv",)}
+    none = fit_into(cases, -1.0, pace)
+    assert none.cases == []
+    assert len(none.dropped) == len(cases) + 6
+
+
+def made_up(terms: dict[str, Calibration], sizes: tuple[int, ...]) -> list:
+    found = []
+    for case in all_cases(sizes, [16 * K, 64 * K], [workload_of("256k-gqa")], 8 * K, ["split-kv"]):
+        one = measured_of(case.kind, case.workload, case.cp_size, "bf16", 1.0)
+        predicted = predict_load(one.load, terms[case.kind]).layer_us
+        found.append(replace(one, step_us=predicted))
+    return found
+
+
+def test_the_fit_finds_terms_that_predict_the_group_that_was_left_out():
+    pairs = zip(KINDS, (0.1, 0.11, 0.12), strict=True)
+    terms = {kind: replace(TERMS, pair_ns=pair_ns) for kind, pair_ns in pairs}
+    first = replace(TERMS, pair_ns=1.0, link_gb_per_s=300.0, link_latency_us=20.0)
+    calibrations, checked = fit(made_up(terms, (1, 2, 4, 8)), first)
+    assert {one.measured.cp_size for one in checked if not one.is_fitted} == {8}
+    assert max(abs(one.error) for one in checked) < 0.02
+    for kind, found in calibrations.items():
+        assert found.pair_ns == pytest.approx(terms[kind].pair_ns, rel=0.05)
+    assert calibrations["causal"].link_gb_per_s == pytest.approx(180.0, rel=0.1)
+
+
+def test_one_rank_says_nothing_about_the_link():
+    calibrations, checked = fit(made_up(dict.fromkeys(KINDS, TERMS), (1, 2)), TERMS)
+    assert calibrations["rows"].link_gb_per_s == TERMS.link_gb_per_s
+    assert {one.measured.cp_size for one in checked if one.is_fitted} == {1}
+    with pytest.raises(ValueError, match="nothing to fit"):
+        fit([], TERMS)
+
+
+def test_the_projection_goes_from_one_node_over_a_slower_network():
+    workload = workload_of("512k-gqa")
+    slow, fast = (
+        project("causal", workload, TERMS, rate, 1e3 / TERMS.pair_ns) for rate in (10.0, 1e6)
+    )
+    assert [one.cp_size for one in slow] == [8, 16, 32, 64, 128, 256, 512, 1024]
+    assert slow[0] == fast[0]  # inside a node
+    assert all(a.share < b.share for a, b in zip(slow[1:], fast[1:], strict=True))
+    assert all(0 < one.share <= 1 for one in slow)
+    assert {one.tokens_per_rank for one in slow} == {64 * K}
+
+
+def line(workload: str, method: str, cp_size: int, tflops: float | None, note: str = "") -> Line:
+    step_ms = None if tflops is None else 1e3 / tflops
+    return Line(
+        workload=workload, method=method, cp_size=cp_size, mode="real", forward_ms=step_ms,
+        backward_ms=step_ms, tflops=tflops, kernel_imbalance=1.01, note=note,
+    )  # fmt: skip
+
+
+def test_shares_are_of_the_best_rate_of_one_rank(tmp_path):
+    lines = [
+        line("64k-gqa", "split-kv", 1, 500.0),
+        line("16k-gqa", "split-kv", 1, 400.0),
+        line("512k-gqa", "split-kv", 8, 480.0),
+        line("512k-gqa", "ring", 8, 240.0),
+        line("512k-gqa", "ulysses", 8, None, "4 kv heads do not divide"),
+        line("8k-512k", "split-kv", 8, 480.0),  # no rate of one rank for this kind
+    ]
+    rows = rows_of(lines)
+    assert [row.share for row in rows] == [1.0, 0.8, 0.96, 0.48, None, None]
+    assert rows[2].planned_imbalance == pytest.approx(1.0, abs=2e-3)
+    assert rows[3].planned_imbalance is None
+    ahead = [
+        Projected(kind="causal", tokens_per_rank=64 * K, cp_size=n, layer_us=1.0, share=0.9)
+        for n in (8, 64)
+    ]
+    text = markdown(Report(rows=rows, dropped=["1m-gqa at cp 8"], projected=ahead), ["512k-gqa"])
+    assert "## Strong scaling, 512k-gqa" in text
+    assert "- not run: 1m-gqa at cp 8" in text
+    assert "- 512k-gqa, ulysses at cp 8: 4 kv heads do not divide" in text
+    cells = [[cell.strip() for cell in x.split("|")[1:-1]] for x in text.splitlines()]
+    assert ["causal, 64k tokens a rank, cp 64", "91%", "90.0% projected", "missed"] in cells
+    assert ["causal, 64k tokens a rank, cp 8", "95%", "96.0% measured", "reached"] in cells
+    plot(rows, ahead, tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").stat().st_size > 1000
+
+
+def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    files = [f"--{kind}={tmp_path / kind}" for kind in ("json", "markdown")]
+    command = [sys.executable, str(TOOL), "--device", "cpu", *files, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_a_small_run_on_real_ranks(tmp_path):
+    sizes = ("--cp", "1", "2", "4", "--tokens", "128", "--rows", "32", "--strong", "512-gqa")
+    plot_file = f"--plot={tmp_path / 'scaling.png'}"
+    done = run(tmp_path, *sizes, "--methods", "split-kv", "--rounds", "1", plot_file)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "json").read_text())
+    ran = [(row["workload"], row["cp_size"]) for row in report["rows"]]
+    assert sorted(ran) == sorted(
+        [*((f"32-{n * 128}", n) for n in (1, 2, 4)), *((f"{n * 128}-gqa", n) for n in (1, 2, 4)),
+         *((f"pile-{n * 128}", n) for n in (1, 2, 4)), ("512-gqa", 1), ("512-gqa", 2)]
+    )  # fmt: skip
+    assert report["dropped"] == []
+    assert all(row["step_ms"] > 0 and row["share"] > 0 for row in report["rows"])
+    assert all(row["planned_imbalance"] >= 1.0 for row in report["rows"])
+    assert {one["cp_size"] for one in report["checked"] if not one["is_fitted"]} == {4}
+    assert max(one["cp_size"] for one in report["projected"]) == 1024
+    assert done.stdout == (tmp_path / "markdown").read_text()
+    assert (tmp_path / "scaling.png").exists()
+    assert "cp 4: 512-gqa: round 1 of 1" in done.stderr
+
+
+def test_no_time_drops_everything_by_name(tmp_path):
+    done = run(tmp_path, "--cp", "1", "--tokens", "128", "--strong", "--budget-s", "1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "json").read_text())["rows"] == []
+    assert "dropped, as --budget-s 1 is too short: 128-gqa at cp 1" in done.stderr
+    assert "- not run: pile-128 at cp 1" in done.stdout
+
+
+def test_bad_options_are_one_line(tmp_path):
+    done = run(tmp_path, "--strong", "64g")
+    assert done.returncode == 2
+    assert "'64g' must be one of 32k" in done.stderr
+    done = run(tmp_path, "--device", "cuda")
+    assert done.returncode == 2
+    assert "torch finds no GPU" in done.stderr.splitlines()[-1]

@@ -1,0 +1,289 @@
+"""Weak and strong scaling on the GPUs of this host, and a projection to more of them.
+
+For groups of 1, 2, 4, ... ranks, up to all GPUs: weak scaling with a fixed number of context tokens
+a rank (8192 query rows against all of them; one causal document; packed documents), and strong
+scaling of whole workloads, beside KV ring, KV all-gather, Ulysses and, where it is installed,
+TransformerEngine. Each method is checked against dense fp64 before it is timed. "% ideal" is
+TFLOP/s of a GPU by visible pairs over the best that Split-KV reached on one GPU with workloads of
+that kind.
+
+Then the terms of `plan_blocks.py --simulate` are fitted to all groups but the largest, checked on
+that one, and projected to 1024 ranks on nodes of 8. A pair of nodes is not measured: its wire is
+what --network-gbs says.
+
+A run keeps to --budget-s: the dearest other methods are dropped first, then the dearest workloads,
+and the report names them. Start it with python; it starts the ranks itself.
+
+examples:
+  python tools/bench_scaling.py --json scaling.json --markdown scaling.md --plot scaling.png
+  python tools/bench_scaling.py --cp 1 2 --tokens 16384 65536 --methods split-kv te-p2p
+  python tools/bench_scaling.py --device cpu --cp 1 2 --tokens 256 --rows 64 --strong 1k-gqa
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from cp_baselines import METHODS
+from cp_peers import PEERS
+from cp_report import Line
+from cp_workloads import workload_of
+from device_info import describe_device, in_words
+from scaling_cases import OURS, Case, Pace, all_cases, fit_into, weak_workload
+from scaling_fit import NODE_RANKS, Checked, Projected, fit, measured_of, project
+from scaling_report import Report, Row, markdown, plot, rows_of
+from scaling_worker import Job
+
+from megatron_splitkv.checks.options import output_file, positive_float, positive_int
+from megatron_splitkv.checks.processes import choose_device, start_ranks
+from megatron_splitkv.config import TRANSPORTS
+from megatron_splitkv.plan.predict import Calibration
+
+TOOLS = Path(__file__).resolve().parent
+START = time.time()
+START_S = 25.0  # of the processes of one group
+REPORT_S = 10.0  # of fit, projection and figure
+K = 1024
+# One host with NVLink 18 and NCCL 2.28.9, between the figures of its collectives; kept where no
+# group of two ranks is fitted. Between nodes: one 400 Gb/s adapter for each GPU, 90 % of it.
+LINK_GBS, LINK_US, NETWORK_GBS = 250.0, 80.0, 45.0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All options, with defaults in the help."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--cp",
+        type=positive_int,
+        nargs="+",
+        metavar="N",
+        help="ranks of the groups (default: 1, 2, 4, ... up to all GPUs; on the CPU 1, 2)",
+    )
+    add("--tokens", type=positive_int, nargs="+", default=[16 * K, 32 * K, 64 * K, 128 * K],
+        metavar="N", help="context tokens of a rank (default: 16, 32, 64 and 128 K)")  # fmt: skip
+    add("--rows", type=positive_int, default=8 * K, metavar="N",
+        help="query rows of the kind that has few (default: %(default)s)")  # fmt: skip
+    add(
+        "--strong",
+        type=workload_of,
+        nargs="*",
+        metavar="NAME",
+        default=[workload_of("256k-gqa"), workload_of("8k-1m")],
+        help="workloads of strong scaling, as in bench_cp.py (default: 256k-gqa 8k-1m)",
+    )
+    add("--methods", nargs="+", choices=[*METHODS, *PEERS], metavar="NAME",
+        help=f"of {', '.join([*METHODS, *PEERS])} (default: all that are installed)")  # fmt: skip
+    add("--rounds", type=positive_int, default=2, metavar="N",
+        help="timed rounds, medians (default: %(default)s)")  # fmt: skip
+    add("--budget-s", type=positive_float, default=520.0, metavar="S",
+        help="time of the whole run (default: %(default)s)")  # fmt: skip
+    add("--network-gbs", type=positive_float, default=NETWORK_GBS, metavar="GBS",
+        help="projection: what a rank sends to other nodes (default: %(default)s)")  # fmt: skip
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: %(default)s)")
+    add("--transport", choices=TRANSPORTS, default="auto",
+        help="what moves the rows of our methods (default: %(default)s)")  # fmt: skip
+    add("--json", type=output_file, metavar="FILE", help="write all figures to this file")
+    add("--markdown", type=output_file, metavar="FILE", help="also write the tables to this file")
+    add("--plot", type=output_file, metavar="FILE", help="draw the shares, as in scaling.png")
+    return parser
+
+
+def installed_methods() -> list[str]:
+    """Ours first; those of TransformerEngine where it is installed."""
+    others = [name for name in METHODS if name != OURS]
+    return [OURS, *others, *(PEERS if find_spec("transformer_engine") else ())]
+
+
+def group_sizes(device: torch.device) -> list[int]:
+    """1, 2, 4, ... up to all GPUs."""
+    limit = torch.cuda.device_count() if device.type == "cuda" else 2
+    return [1 << power for power in range(limit.bit_length())]
+
+
+def measure(
+    args: argparse.Namespace, cases: Sequence[Case], pace: Pace
+) -> Iterator[tuple[list[Line], list[str]]]:
+    """Starts the ranks of each group in turn.
+
+    Yields:
+        The lines of a group, and its cases that were dropped or failed, by name.
+    """
+    sizes = sorted({case.cp_size for case in cases})
+    for index, cp_size in enumerate(sizes):
+        mine = [case for case in cases if case.cp_size == cp_size]
+        left_s = START + args.budget_s - REPORT_S - time.time()
+        ahead_s = [
+            START_S + sum(pace.seconds(case) for case in cases if case.cp_size == size)
+            for size in sizes[index:]
+        ]
+        mine_s = left_s * ahead_s[0] / sum(ahead_s)
+        job = Job(
+            device=args.device,
+            transport=args.transport,
+            rounds=args.rounds,
+            start=START,
+            deadline=time.time() + mine_s,
+            cases=[(c.workload.name, list(c.methods), pace.seconds(c)) for c in mine],
+        )
+        yield run_job(job, cp_size, max(1.0, mine_s) + START_S)
+
+
+def run_job(job: Job, cp_size: int, timeout_s: float) -> tuple[list[Line], list[str]]:
+    """Runs one group to its end, or until it has to be ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, output = Path(folder, "job.json"), Path(folder, "lines.json")
+        job_file.write_text(job.to_json())
+        code = start_ranks("scaling_worker", [str(job_file), str(output)], cp_size, timeout_s)
+        done = json.loads(output.read_text()) if output.exists() else {"lines": [], "dropped": []}
+    lines: list[Line] = []
+    for figures in done["lines"]:
+        figures.pop("step_ms")
+        lines.append(Line(**figures))
+    dropped: list[str] = done["dropped"]
+    if code != 0:
+        say(f"the ranks of cp {cp_size} failed with {code}")
+        known = {line.workload for line in lines} | {name.partition(" ")[0] for name in dropped}
+        dropped += [
+            f"{name} at cp {cp_size}: its ranks failed or were ended"
+            for name, _, _ in job.cases
+            if name not in known
+        ]
+    return lines, dropped
+
+
+def predict(
+    args: argparse.Namespace, rows: Sequence[Row], device: torch.device
+) -> tuple[dict[str, Calibration], list[Checked], list[Projected]]:
+    """Fits the terms to the smaller groups, checks them, and goes to more ranks."""
+    is_cuda = device.type == "cuda"
+    dtype = "bf16" if is_cuda else "fp32"
+    ours = [row for row in rows if row.line.method == OURS and row.line.step_ms is not None]
+    if not any(row.line.cp_size == 1 for row in ours):
+        return {}, [], []
+    first = Calibration(
+        device=torch.cuda.get_device_name(device) if is_cuda else "CPU",
+        dtype=dtype, head_dim=128, num_heads_q=32, num_heads_kv=8, pair_ns=1.0, row_ns=0.0,
+        run_ns=0.0, base_ns=0.0, worst_error=0.0, link_gb_per_s=LINK_GBS, link_latency_us=LINK_US,
+        source="tools/bench_scaling.py",
+    )  # fmt: skip
+    measured = [
+        measured_of(
+            row.kind, workload_of(row.line.workload), row.line.cp_size, dtype, row.line.step_ms or 0
+        )
+        for row in ours
+    ]
+    calibrations, checked = fit(measured, first)
+    projected: list[Projected] = []
+    for kind, calibration in calibrations.items():
+        alone = [x for x in measured if x.kind == kind and x.cp_size == 1]
+        if not alone:
+            continue
+        ideal = max(int(one.load.pairs[0]) / one.step_us for one in alone)
+        for tokens in args.tokens:
+            workload = weak_workload(kind, tokens * NODE_RANKS, args.rows)
+            projected += project(kind, workload, calibration, args.network_gbs, ideal)
+    return calibrations, checked, projected
+
+
+def say(text: str) -> None:
+    """Progress, apart from the results."""
+    print(f"[{time.time() - START:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+def run(args: argparse.Namespace) -> str:
+    """Measures, projects, writes the files.
+
+    Returns:
+        The tables.
+    Raises:
+        ValueError: a device that is not there, or more ranks than GPUs.
+    """
+    device = choose_device(args.device, 0)
+    sizes = args.cp or group_sizes(device)
+    methods = args.methods or installed_methods()
+    methods = [OURS, *(name for name in methods if name != OURS)]
+    if device.type == "cuda" and max(sizes) > torch.cuda.device_count():
+        raise ValueError(f"--cp {max(sizes)} needs as many GPUs, got {torch.cuda.device_count()}")
+    pace = Pace(device=device.type, rounds=args.rounds)
+    cases = all_cases(sizes, args.tokens, args.strong, args.rows, methods)
+    budget_s = args.budget_s - REPORT_S - START_S * len(sizes)
+    selection = fit_into(cases, budget_s, pace)
+    for name in selection.dropped:
+        say(f"dropped, as --budget-s {args.budget_s:g} is too short: {name}")
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    lines: list[Line] = []
+    dropped = selection.dropped
+    about = describe_device(device)
+    for found, missing in measure(args, selection.cases, pace):
+        lines += found
+        dropped += missing
+        write_files(args, about, Report(rows=rows_of(lines), dropped=dropped))
+    say("fitting and projecting")
+    rows = rows_of(lines)
+    calibrations, checked, projected = predict(args, rows, device)
+    report = Report(
+        rows=rows, dropped=dropped, calibrations=calibrations, checked=checked, projected=projected
+    )
+    text = write_files(args, about, report)
+    if args.plot and projected:
+        plot(rows, projected, args.plot)
+    say("done")
+    return text
+
+
+def write_files(args: argparse.Namespace, about: dict[str, str], report: Report) -> str:
+    """What there is so far, as JSON and Markdown; returns the latter."""
+    strong = [workload.name for workload in args.strong]
+    text = f"{in_words(about)}; {args.rounds} rounds\n\n{markdown(report, strong)}\n"
+    if args.json:
+        figures = {
+            "about": about,
+            "command": sys.argv,
+            "dropped": report.dropped,
+            "rows": [
+                {**asdict(row.line), "step_ms": row.line.step_ms, "kind": row.kind,
+                 "tokens_per_rank": row.tokens_per_rank, "share": row.share,
+                 "planned_imbalance": row.planned_imbalance}
+                for row in report.rows
+            ],
+            "calibrations": {kind: asdict(x) for kind, x in report.calibrations.items()},
+            "checked": [
+                {"workload": one.measured.name, "cp_size": one.measured.cp_size,
+                 "measured_us": one.measured.step_us, "predicted_us": one.predicted_us,
+                 "error": one.error, "is_fitted": one.is_fitted}
+                for one in report.checked
+            ],
+            "projected": [asdict(one) for one in report.projected],
+        }  # fmt: skip
+        args.json.write_text(json.dumps(figures, indent=1))
+    if args.markdown:
+        args.markdown.write_text(text)
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code; bad input is one line."""
+    args = build_parser().parse_args(argv)
+    try:
+        print(run(args), end="")
+    except ValueError as error:
+        print(f"bench_scaling.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Times calls in turns on one device: CUDA events on a GPU, CPU time of the process elsewhere."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+WARM_UP_ROUNDS = 2
+PAUSE_CYCLES = 8_000_000  # 4 ms, longer than it takes to queue a round
+# 4096 flop per clock and SM, 132 SMs, at the clock seen under load: no faster run is believed.
+MAX_TFLOPS = 880.0
+
+Calls = Mapping[str, Callable[[], object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One contestant on one shape.
+
+    Attributes:
+        shape, op, contestant: what was timed.
+        median_ms, min_ms, max_ms: over the rounds.
+        rate: TFLOP/s by visible pairs, or TB/s that a merge moves, of the median.
+        num_discarded: rounds faster than the GPU can be, left out.
+    """
+
+    shape: str
+    op: str
+    contestant: str
+    median_ms: float
+    min_ms: float
+    max_ms: float
+    rate: float
+    num_discarded: int
+
+
+def time_in_turns(calls: Calls, rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of each call in each round.
+
+    Every round starts with another contestant, so that none is always first. On a GPU a round is
+    queued behind a pause, so that no call waits for the host.
+    """
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + WARM_UP_ROUNDS):
+        order = [names[(turn + index) % len(names)] for index in range(len(names))]
+        measure = _round_on_gpu if device.type == "cuda" else _round_on_cpu
+        for name, ms in measure([(name, calls[name]) for name in order]):
+            if turn >= WARM_UP_ROUNDS:
+                times[name].append(ms)
+    return times
+
+
+def _round_on_gpu(calls: list[tuple[str, Callable[[], object]]]) -> list[tuple[str, float]]:
+    spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+    torch.cuda._sleep(PAUSE_CYCLES)  # pyright: ignore[reportPrivateUsage]
+    for name, call in calls:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        spans.append((name, start, end))
+    torch.cuda.synchronize()
+    return [(name, start.elapsed_time(end)) for name, start, end in spans]
+
+
+def _round_on_cpu(calls: list[tuple[str, Callable[[], object]]]) -> list[tuple[str, float]]:
+    times: list[tuple[str, float]] = []
+    for name, call in calls:
+        start = time.process_time()
+        call()
+        times.append((name, (time.process_time() - start) * 1e3))
+    return times
+
+
+def lines_of(shape: str, op: str, times: Mapping[str, list[float]], amount: float) -> list[Line]:
+    """Medians, spreads and rates.
+
+    Args:
+        shape, op: for the lines.
+        times: ms of each contestant in each round.
+        amount: flop or bytes of one call.
+    Returns:
+        A line for each contestant that has a believable round.
+    """
+    lines: list[Line] = []
+    for name, all_ms in times.items():
+        ms = [x for x in all_ms if amount <= MAX_TFLOPS * 1e9 * x]
+        if not ms:
+            continue
+        median = statistics.median(ms)
+        line = Line(
+            shape=shape, op=op, contestant=name, median_ms=median, min_ms=min(ms), max_ms=max(ms),
+            rate=amount * 1e-9 / median, num_discarded=len(all_ms) - len(ms),
+        )  # fmt: skip
+        lines.append(line)
+    return lines

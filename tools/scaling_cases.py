@@ -1,0 +1,159 @@
+"""What `bench_scaling.py` runs: workloads by size of the group, and which of them fit the time."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cp_peers import PEERS
+from cp_workloads import Workload, workload_of
+
+from megatron_splitkv.plan import Suffix
+
+KINDS = {"rows": "few query rows", "causal": "one causal document", "pile": "packed documents"}
+OURS = "split-kv"
+# What is taken for granted before anything is measured: TFLOP/s of a rank, and the time to check
+# and prepare a method on a workload: TransformerEngine builds cuDNN plans for each.
+ASSUMED_TFLOPS = {"cuda": 450.0, "cpu": 0.05}
+PREPARE_S, PREPARE_PEER_S = 0.7, 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One workload on a group of one size.
+
+    Attributes:
+        kind: of `KINDS`.
+        workload: documents, mask and heads.
+        cp_size: ranks.
+        methods: what runs it, ours first.
+    """
+
+    kind: str
+    workload: Workload
+    cp_size: int
+    methods: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """For progress and notes."""
+        return f"{self.workload.name} at cp {self.cp_size}"
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Context tokens of each rank."""
+        return self.workload.num_tokens // self.cp_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long a case takes.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        rounds: timed ones; a warm-up and a look at the kernels come to them.
+    """
+
+    device: str
+    rounds: int
+
+    def seconds(self, case: Case) -> float:
+        """An estimate, for all methods of the case."""
+        step_s = sum(case.workload.flop()) / case.cp_size / ASSUMED_TFLOPS[self.device] * 1e-12
+        prepare_s = sum(PREPARE_PEER_S if name in PEERS else PREPARE_S for name in case.methods)
+        return len(case.methods) * step_s * (self.rounds + 2) + prepare_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Cases that fit, and what was left out for them, by name."""
+
+    cases: list[Case] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+
+
+def weak_workload(kind: str, num_tokens: int, num_rows: int) -> Workload:
+    """A workload of that many tokens.
+
+    Args:
+        kind: of `KINDS`.
+        num_tokens: of all ranks together.
+        num_rows: query rows of the kind "rows".
+    """
+    size = size_name(num_tokens)
+    return workload_of(
+        {"rows": f"{size_name(num_rows)}-{size}", "causal": f"{size}-gqa", "pile": f"pile-{size}"}[
+            kind
+        ]
+    )
+
+
+def size_name(count: int) -> str:
+    """65536 as `64k`."""
+    for unit, name in ((1024**2, "m"), (1024, "k")):
+        if count % unit == 0:
+            return f"{count // unit}{name}"
+    return str(count)
+
+
+def kind_of(workload: Workload) -> str:
+    """Which of `KINDS` a workload is."""
+    if isinstance(workload.queries, Suffix):
+        return "rows"
+    return "pile" if workload.name.startswith("pile") else "causal"
+
+
+def all_cases(
+    cp_sizes: Sequence[int],
+    tokens: Sequence[int],
+    strong: Sequence[Workload],
+    num_rows: int,
+    methods: Sequence[str],
+) -> list[Case]:
+    """Weak scaling of every kind and size, and strong scaling; what is both is run once.
+
+    Args:
+        tokens: context tokens of a rank, in weak scaling.
+        strong: whole workloads.
+        num_rows: query rows of the kind "rows".
+        methods: ours and others; one rank runs ours alone.
+    """
+    found: dict[tuple[str, int], Case] = {}
+    for cp_size in cp_sizes:
+        workloads = [
+            weak_workload(kind, count * cp_size, num_rows) for kind in KINDS for count in tokens
+        ]
+        for workload in (*workloads, *strong):
+            found[workload.name, cp_size] = Case(
+                kind=kind_of(workload),
+                workload=workload,
+                cp_size=cp_size,
+                methods=(OURS,) if cp_size == 1 else tuple(methods),
+            )
+    return list(found.values())
+
+
+def fit_into(cases: Iterable[Case], budget_s: float, pace: Pace) -> Selection:
+    """Drops the dearest until the rest fits: first the other methods of a case, then the case.
+
+    Args:
+        cases: in any order.
+        budget_s: seconds for all of them.
+        pace: their estimated times.
+    """
+    kept = sorted(cases, key=pace.seconds)
+    dropped: list[str] = []
+
+    def is_over() -> bool:
+        return sum(map(pace.seconds, kept)) > budget_s
+
+    for index in reversed(range(len(kept))):
+        case = kept[index]
+        if is_over() and len(case.methods) > 1:
+            others = [method for method in case.methods if method != OURS]
+            dropped.append(f"{case.name}: {', '.join(others)}")
+            kept[index] = Case(
+                kind=case.kind, workload=case.workload, cp_size=case.cp_size, methods=(OURS,)
+            )
+    kept.sort(key=pace.seconds)
+    while kept and is_over():
+        dropped.append(kept.pop().name)
+    return Selection(cases=kept, dropped=dropped)

@@ -1,0 +1,280 @@
+"""The report of `bench_scaling.py`: tables in Markdown, and a figure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cp_report import Line
+from cp_workloads import workload_of
+from ops_report import aligned
+from scaling_cases import KINDS, OURS, kind_of, size_name
+from scaling_fit import Checked, Projected, plan_of
+
+from megatron_splitkv.plan.predict import Calibration
+
+# Of ours, what weak scaling is to reach: ranks, and the share of the ideal.
+AIM_TOKENS = 65536
+AIMS = {8: 0.95, 64: 0.91}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A measured line beside what it is held against.
+
+    Attributes:
+        line: the line.
+        kind: of `KINDS`.
+        tokens_per_rank: context tokens.
+        share: an even share of one GPU's best rate, over this step; None if there is no such rate.
+        planned_imbalance: largest cost of a rank over the mean, of our plan.
+    """
+
+    line: Line
+    kind: str
+    tokens_per_rank: int
+    share: float | None
+    planned_imbalance: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All there is to tell.
+
+    Attributes:
+        rows: what was measured.
+        dropped: what the time did not allow, or whose ranks failed, by name.
+        calibrations: the terms of the projection, for each kind.
+        checked: measured steps beside predicted ones.
+        projected: larger groups.
+    """
+
+    rows: Sequence[Row]
+    dropped: Sequence[str]
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    checked: Sequence[Checked] = ()
+    projected: Sequence[Projected] = ()
+
+
+def best_rates(lines: Sequence[Line]) -> dict[str, float]:
+    """The best TFLOP/s that ours reached on one rank, for each kind: the ideal."""
+    best: dict[str, float] = {}
+    for line in lines:
+        if line.method == OURS and line.cp_size == 1 and line.tflops is not None:
+            kind = kind_of(workload_of(line.workload))
+            best[kind] = max(best.get(kind, 0.0), line.tflops)
+    return best
+
+
+def rows_of(lines: Sequence[Line]) -> list[Row]:
+    """Every line with its shares."""
+    best = best_rates(lines)
+    rows: list[Row] = []
+    for line in lines:
+        workload = workload_of(line.workload)
+        kind = kind_of(workload)
+        planned = None
+        if line.method == OURS:
+            costs = plan_of(workload, line.cp_size).costs
+            planned = max(costs) * len(costs) / sum(costs)
+        share = line.tflops / best[kind] if line.tflops is not None and kind in best else None
+        rows.append(
+            Row(
+                line=line,
+                kind=kind,
+                tokens_per_rank=workload.num_tokens // line.cp_size,
+                share=share,
+                planned_imbalance=planned,
+            )
+        )
+    return rows
+
+
+def markdown(report: Report, strong: Sequence[str]) -> str:
+    """All tables.
+
+    Args:
+        report: what they show.
+        strong: names of the workloads of strong scaling.
+    """
+    rows = report.rows
+    parts: list[str] = []
+    for kind, about in KINDS.items():
+        of_kind = [row for row in rows if row.kind == kind]
+        if of_kind:
+            parts.append(f"## Weak scaling, {kind}: {about}\n\n{_weak_table(of_kind)}")
+    for name in strong:
+        of_name = [row for row in rows if row.line.workload == name]
+        if of_name:
+            parts.append(f"## Strong scaling, {name}\n\n{_table(of_name)}")
+    if report.checked:
+        terms = _terms(report.calibrations)
+        parts.append(f"## The projection, checked\n\n{terms}\n\n{_check_table(report.checked)}")
+    if report.projected:
+        parts.append("## Projected, not measured\n\n" + _projection_table(report.projected))
+    aims = aims_of(rows, report.projected)
+    if aims:
+        parts.append("## Beside the aims\n\n" + aligned([["", "aim", "reached", ""], *aims]))
+    notes = [
+        f"- {row.line.workload}, {row.line.method} at cp {row.line.cp_size}: {row.line.note}"
+        for row in rows
+        if row.line.note
+    ]
+    notes += [f"- not run: {name}" for name in report.dropped]
+    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
+
+
+def _weak_table(rows: Sequence[Row]) -> str:
+    return _table(sorted(rows, key=lambda row: (row.tokens_per_rank, row.line.cp_size)))
+
+
+def _table(rows: Sequence[Row]) -> str:
+    head = [
+        "tokens a rank", "cp", "method", "fwd ms", "bwd ms", "TFLOP/s", "% ideal", "best other /",
+        "kernel max/mean", "planned", "MB sent", "peak GiB",
+    ]  # fmt: skip
+    table = [head]
+    for row in rows:
+        line = row.line
+        if line.step_ms is None:
+            continue
+        others = [
+            other.line.step_ms
+            for other in rows
+            if (other.line.workload, other.line.cp_size) == (line.workload, line.cp_size)
+            and other.line.method != line.method
+            and other.line.step_ms is not None
+        ]
+        table.append(
+            [
+                size_name(row.tokens_per_rank), str(line.cp_size), line.method,
+                _text(line.forward_ms, ".3g"), _text(line.backward_ms, ".3g"),
+                _text(line.tflops, ".4g"), _percent(row.share),
+                _text(min(others) / line.step_ms if others else None, ".2f"),
+                _text(line.kernel_imbalance, ".3f"), _text(row.planned_imbalance, ".3f"),
+                _text(line.sent_mb, ".1f"), _text(line.peak_gib, ".2f"),
+            ]
+        )  # fmt: skip
+    return aligned(table)
+
+
+def _terms(calibrations: Mapping[str, Calibration]) -> str:
+    pairs = ", ".join(f"{kind} {x.pair_ns:.4g}" for kind, x in calibrations.items())
+    any_kind = next(iter(calibrations.values()))
+    return (
+        f"a pair, ns: {pairs}; a row {any_kind.row_ns:.3g} ns, a run {any_kind.run_ns:.3g} ns, a "
+        f"layer {any_kind.base_ns / 1e3:.3g} us; link {any_kind.link_gb_per_s:.4g} GB/s, "
+        f"{any_kind.link_latency_us:.3g} us; worst error of what was fitted "
+        f"{any_kind.worst_error:.1%}"
+    )
+
+
+def _check_table(checked: Sequence[Checked]) -> str:
+    table = [["workload", "cp", "measured ms", "predicted ms", "error", ""]]
+    for one in sorted(checked, key=lambda x: (x.measured.cp_size, x.measured.kind)):
+        table.append(
+            [
+                one.measured.name, str(one.measured.cp_size),
+                f"{one.measured.step_us / 1e3:.4g}", f"{one.predicted_us / 1e3:.4g}",
+                f"{one.error:+.1%}", "fitted" if one.is_fitted else "checked",
+            ]
+        )  # fmt: skip
+    held_out = [abs(one.error) for one in checked if not one.is_fitted]
+    worst = f"\n\nworst error of what was not fitted: {max(held_out):.1%}" if held_out else ""
+    return aligned(table) + worst
+
+
+def _projection_table(projected: Sequence[Projected]) -> str:
+    sizes = sorted({one.cp_size for one in projected})
+    table = [["kind", "tokens a rank", *(f"cp {size}" for size in sizes)]]
+    for kind, tokens in dict.fromkeys((one.kind, one.tokens_per_rank) for one in projected):
+        share = {
+            one.cp_size: one.share
+            for one in projected
+            if (one.kind, one.tokens_per_rank) == (kind, tokens)
+        }
+        table.append([kind, size_name(tokens), *(_percent(share.get(size)) for size in sizes)])
+    return "% of the ideal\n\n" + aligned(table)
+
+
+def aims_of(rows: Sequence[Row], projected: Sequence[Projected]) -> list[list[str]]:
+    """Each aim, what was reached, and whether that is enough."""
+    table: list[list[str]] = []
+    for kind in KINDS:
+        measured = {
+            row.line.cp_size: row.share
+            for row in rows
+            if (row.kind, row.tokens_per_rank, row.line.method) == (kind, AIM_TOKENS, OURS)
+        }
+        expected = {
+            one.cp_size: one.share
+            for one in projected
+            if (one.kind, one.tokens_per_rank) == (kind, AIM_TOKENS)
+        }
+        for size, aim in AIMS.items():
+            share = measured.get(size, expected.get(size))
+            if share is not None:
+                how = "measured" if size in measured else "projected"
+                verdict = "reached" if share >= aim else "missed"
+                name = f"{kind}, 64k tokens a rank, cp {size}"
+                table.append([name, f"{aim:.0%}", f"{share:.1%} {how}", verdict])
+    return table
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def plot(rows: Sequence[Row], projected: Sequence[Projected], path: Path) -> None:
+    """Share of the ideal over ranks: ours measured and projected, others in grey."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    kinds = [kind for kind in KINDS if any(row.kind == kind for row in rows)]
+    figure, axes = plt.subplots(
+        1, len(kinds), figsize=(5 * len(kinds), 4), sharey=True, squeeze=False
+    )
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        _draw(axis, kind, [row for row in rows if row.kind == kind and row.share], projected)
+    axes[0][0].set_ylabel("% of one GPU's best rate")
+    axes[0][-1].legend(fontsize=7, loc="lower left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw(
+    axis: Any,  # noqa: ANN401
+    kind: str,
+    rows: Sequence[Row],
+    projected: Sequence[Projected],
+) -> None:
+    """One panel, on matplotlib's axes."""
+    for index, tokens in enumerate(sorted({row.tokens_per_rank for row in rows})):
+        own = sorted(
+            (row.line.cp_size, 100 * (row.share or 0.0))
+            for row in rows
+            if row.tokens_per_rank == tokens and row.line.method == OURS
+        )
+        ahead = [
+            (one.cp_size, 100 * one.share)
+            for one in projected
+            if (one.kind, one.tokens_per_rank) == (kind, tokens)
+        ]
+        color = f"C{index}"
+        axis.plot(*zip(*own, strict=True), "o-", color=color, label=f"{size_name(tokens)} a rank")
+        if ahead:
+            axis.plot(*zip(*ahead, strict=True), ":", color=color)
+    for row in rows:
+        if row.line.method != OURS and row.share:
+            axis.plot(row.line.cp_size, 100 * row.share, "x", color="0.6", markersize=4)
+    axis.set_xscale("log", base=2)
+    axis.set_title(f"{kind}: {KINDS[kind]}", fontsize=9)
+    axis.set_xlabel("ranks (dotted: projected; grey: other methods)")
+    axis.grid(alpha=0.3)
