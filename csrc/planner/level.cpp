@@ -88,11 +88,12 @@ class Exchange {
     // back.
     void meet(const Aim& aim, Swap& swap) const {
         const int64_t most = std::min(dear_.tokens(), cheap_.tokens());
-        // The gain first rises with the tokens, then falls.
-        const int64_t peak = gain(most) >= aim.wanted
-                                 ? most
-                                 : first(0, most, [this](int64_t n) { return next_gain(n) <= 0; });
-        int64_t tokens = first(0, peak, [&](int64_t n) { return gain(n) >= aim.wanted; });
+        // The gain rises ever less with the tokens, then falls: between these the search is short.
+        const int64_t end = gain(most) >= aim.wanted
+                                ? fraction_of(aim.wanted, most, gain(most)) + 1
+                                : first(0, most, [this](int64_t n) { return next_gain(n) <= 0; });
+        const int64_t peak = std::min(end, most), begin = std::min(aim.wanted / gain(1), peak);
+        int64_t tokens = first(begin, peak, [&](int64_t n) { return gain(n) >= aim.wanted; });
         int64_t offset = 0;
         const int64_t beyond = gain(tokens) - aim.wanted;
         if (tokens > 1 && beyond > aim.good && aim.wanted - gain(tokens - 1) <= aim.good) {

@@ -107,6 +107,7 @@ struct Score {
 Score score(const QueryModel& model, const Task& task, const Placement& placement) {
     Score found = {0, 0};
     std::vector<Run> runs;
+    runs.reserve(2 * task.items.size());
     for (size_t bin = 0; bin < placement.size(); ++bin) {
         int64_t cost = 0;
         for (const Piece& piece : placement[bin]) {
