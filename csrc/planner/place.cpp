@@ -76,13 +76,13 @@ std::vector<size_t> long_items(const Task& task, const Company& company) {
 
 // The three steps. Long items choose their ranks in the order given, dense ones with room for
 // company.
-Placement place(const QueryModel& model, const Task& task, const std::vector<size_t>& long_items,
+Placement place(const QueryModel& model, const Task& task, const std::vector<size_t>& order,
                 const Company& company, const PlaceOptions& options) {
     std::vector<Budget> budgets = task.budgets;
     Placement placement(budgets.size());
     std::vector<bool> is_long(task.items.size(), false);
     std::vector<SplitItem> split;
-    for (const size_t i : long_items) {
+    for (const size_t i : order) {
         is_long[i] = true;
         const Company& beside = task.is_dense(task.items[i]) ? company : kFree;
         split.push_back(share_out(task.items[i], beside, budgets));
