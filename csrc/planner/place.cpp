@@ -13,10 +13,14 @@
 namespace splitkv::planner {
 namespace {
 
+// What a bin may cost beyond its budget, which may be rounded up from less than a pair below.
 std::vector<int64_t> slack_of(const std::vector<Budget>& budgets, int64_t tolerance) {
     std::vector<int64_t> slack(budgets.size());
     for (size_t i = 0; i < budgets.size(); ++i) {
-        slack[i] = fraction_of(std::max<int64_t>(budgets[i].cost, 0), tolerance, kTolerance);
+        const int64_t cost = std::max<int64_t>(budgets[i].cost, 0);
+        const int64_t least = std::max<int64_t>(cost - 1, 0);
+        const int64_t limit = least + fraction_of(least, tolerance, kTolerance);
+        slack[i] = std::max<int64_t>(limit - cost, 0);
     }
     return slack;
 }
