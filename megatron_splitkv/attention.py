@@ -266,25 +266,26 @@ def _forward(
             merge_partials_(*merged, *of_block, each, each[:-1])
         return merged
 
-    def attend_gathered(stage: ExchangeStage, packed: Tensor) -> Tensor:
+    def attend_gathered(stage: ExchangeStage, packed: Tensor) -> tuple[Tensor, Tensor]:
         (rows,) = query_format.unpack(packed)
         if call.keeps_queries:
             kept.append(rows)
-        return partial_format.pack(
-            *attend(rows, keys, stage.intervals, partial_format.compute_dtype)
-        )
+        return attend(rows, keys, stage.intervals, partial_format.compute_dtype)
 
     def merge(merged: tuple[Tensor, Tensor], stage: ExchangeStage, packed: Tensor) -> None:
         part = partial_format.unpack(packed)
         assert part.lse is not None, "outputs travel with their lse"
+        rows = slice(*stage.returned)
+        mine = (x[rows] for x in merged)
         merge_partials_(
-            *merged, part.values, part.lse, stage.return_ptr, stage.return_slots, part.scale
+            *mine, part.values, part.lse, stage.return_ptr, stage.return_slots, part.scale
         )
 
     (out, lse), finish = run_stages(
         layout.stages,
         call.context.transport,
-        lambda rows: query_format.pack([q], rows),
+        (query_format, [q]),
+        partial_format,
         attend_own,
         attend_gathered,
         merge,
@@ -334,21 +335,22 @@ def _backward(
             dq.add_(attend(rows, block, layout.block, dblock, accumulate=False))
         return dq
 
-    def attend_gathered(stage: ExchangeStage, packed: Tensor) -> Tensor:
+    def attend_gathered(stage: ExchangeStage, packed: Tensor) -> tuple[Tensor]:
         dout, lse, delta, *queries = sent_format.unpack(packed)
         q = queries[0] if queries else next(kept)
         part = _BackwardRows(dout=dout, q=q, lse=lse, delta=delta)
         is_added = layout.own is not None
-        return dq_format.pack(attend(part, keys, stage.intervals, dkeys, accumulate=is_added))
+        return (attend(part, keys, stage.intervals, dkeys, accumulate=is_added),)
 
     def add(dq: Tensor, stage: ExchangeStage, packed: Tensor) -> None:
-        part = dq_format.unpack(packed)
-        add_partials_(dq, part.values, stage.return_ptr, stage.return_slots, part.scale)
+        part, rows = dq_format.unpack(packed), slice(*stage.returned)
+        add_partials_(dq[rows], part.values, stage.return_ptr, stage.return_slots, part.scale)
 
     dq, finish = run_stages(
         layout.stages,
         call.context.transport,
-        lambda index: sent_format.pack(sent, index),
+        (sent_format, sent),
+        dq_format,
         attend_own,
         attend_gathered,
         add,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_splitkv.comm import RowFormat
+from megatron_splitkv.comm import RowFormat, empty_rows
 from megatron_splitkv.ops.encode import encode_partials_
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,16 +46,26 @@ class PartialFormat:
         """What kernels should write the values in: the wire dtype, or fp32 where it is scaled."""
         return torch.float32 if self._is_scaled else _DTYPES[self.partial_dtype]
 
-    def pack(self, values: Tensor, lse: Tensor | None = None) -> Tensor:
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self._rows.row_bytes
+
+    def pack(
+        self, values: Tensor, lse: Tensor | None = None, *, into: Tensor | None = None
+    ) -> Tensor:
         """Packed rows of partials.
 
         Args:
             values: `[R, Hq, dim]`, fp32, or in `compute_dtype`.
             lse: `[R, Hq]` fp32 if the format has it.
+            into: memory for the packed rows; None takes new memory.
         Returns:
             `[R, row_bytes]` uint8.
         """
-        packed = self._rows.empty(len(values), values.device)
+        if into is None:
+            into = empty_rows(len(values), self.row_bytes, values.device)
+        packed = self._rows.cleared(into)
         partials = self.unpack(packed)
         if partials.scale is None:
             partials.values.copy_(values)

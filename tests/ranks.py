@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
-from megatron_splitkv.comm import Counts, Pending, ThreadGroup, Transport
+from megatron_splitkv.comm import Counts, PassingTransport, Pending, ThreadGroup, Transport
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout, shard_rows, unshard_rows
 from megatron_splitkv.plan import Anchors, Plan, Queries
@@ -106,20 +106,11 @@ class Outputs:
 
 
 @dataclass
-class RecordingTransport:
+class RecordingTransport(PassingTransport):
     """Passes everything on and writes down each collective: its name, shape and counts."""
 
-    inner: Transport
     calls: list[tuple] = field(default_factory=list)
     bytes_sent: int = 0
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
 
     def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         sent, coming = counts[self.rank].tolist(), counts[:, self.rank].tolist()

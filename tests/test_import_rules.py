@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "comm": _BELOW_COMM,
     "ops": {"errors", "config", "_kernels"},
     "wire": {"config", "comm", "ops"},
-    "stages": {"comm", "layout"},
+    "stages": {"comm", "layout", "wire"},
     "attention": _BELOW_COMM | {"comm", "ops", "stages", "wire"},
     # What `verify` and `doctor` look at: all of the product but Megatron, which mcore checks.
     "checks": {*_BELOW_MCORE, "_kernels"},

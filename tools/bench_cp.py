@@ -16,13 +16,15 @@ examples:
   python tools/bench_cp.py replay --cp 8 64 --workloads 128k 128k-gqa pile 8k-1m
   python tools/bench_cp.py replay --cp 4 --lengths 4000,300 --heads 8/2 --head-dim 64 --device cpu
   torchrun --nproc-per-node 8 tools/bench_cp.py real --workloads 128k-gqa --json real.json
+  torchrun --nproc-per-node 2 tools/bench_cp.py real --workloads pack --methods split-kv te-p2p \
+      --transport nccl symmetric --stages 1 2 4
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -30,6 +32,7 @@ from cp_baselines import METHODS
 from cp_gate import check_on_threads
 from cp_measure import Measurement, measure_real
 from cp_measure_replay import measure_replay
+from cp_methods import Method, SplitKV, variant
 from cp_peers import PEERS
 from cp_replay import Link
 from cp_report import Line, markdown, print_lines
@@ -44,6 +47,7 @@ from megatron_splitkv.checks.processes import (
     is_launched,
     join_world,
 )
+from megatron_splitkv.comm import Transport
 from megatron_splitkv.config import PARTIAL_DTYPES, TRANSPORTS, SplitKVConfig
 from megatron_splitkv.plan import Causal, Suffix
 
@@ -91,10 +95,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--partial-dtype", choices=PARTIAL_DTYPES, default=SplitKVConfig().partial_dtype,
         help="how partial sums travel: partial outputs and dq of split-kv, and with as many bits "
         "dk and dv of the others (default: %(default)s)")  # fmt: skip
-    add("--stages", type=positive_int, default=SplitKVConfig().num_stages, metavar="N",
-        help="of split-kv (default: %(default)s)")  # fmt: skip
-    add("--transport", choices=TRANSPORTS, default="auto",
-        help="real: what moves the rows of our methods (default: %(default)s)")  # fmt: skip
+    add("--stages", type=positive_int, nargs="+", default=[SplitKVConfig().num_stages],
+        metavar="N", help="of split-kv; several are compared (default: %(default)s)")  # fmt: skip
+    add("--transport", choices=TRANSPORTS, nargs="+", default=["auto"],
+        help="real: what moves the rows of our methods; several are compared "
+        "(default: %(default)s)")  # fmt: skip
     add("--keep-queries", action="store_true", help="of split-kv: queries travel once")
     add("--alpha-us", type=positive_float, default=ALPHA_US, metavar="US",
         help="replay: latency of a collective (default: %(default)s)")  # fmt: skip
@@ -143,10 +148,13 @@ def run(args: argparse.Namespace, world: World | None, device: torch.device) -> 
         ValueError: a method is wrong, or a size makes no sense.
     """
     config = SplitKVConfig(
-        num_stages=args.stages, partial_dtype=args.partial_dtype, keep_queries=args.keep_queries
+        num_stages=args.stages[0], partial_dtype=args.partial_dtype, keep_queries=args.keep_queries
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    kinds = [(METHODS | PEERS)[name] for name in args.methods]
+    transports: dict[str, Transport | None] = {"auto": None}
+    if world is not None:
+        transports = {name: cp_transport(world, world.size, name) for name in args.transport}
+    kinds = kinds_of(args, transports)
     lines: list[Line] = []
     for workload in workloads_of(args):
         measurement = Measurement(
@@ -164,11 +172,32 @@ def run(args: argparse.Namespace, world: World | None, device: torch.device) -> 
             lines += measure_replay(measurement, args.cp or [DEFAULT_CP], link, say)
         else:
             say_once = say if world.rank == 0 else _nothing
-            transport = cp_transport(world, world.size, args.transport)
+            transport = transports[args.transport[0]]
             lines += measure_real(measurement, world, transport, say_once)
         if world is None or world.rank == 0:
             write_files(lines, args)
     return lines
+
+
+def kinds_of(
+    args: argparse.Namespace, transports: Mapping[str, Transport | None]
+) -> list[type[Method]]:
+    """The methods, each of ours once for every transport, split-kv also for every bound of stages;
+    what there is one of is not in their names.
+    """
+    kinds: list[type[Method]] = []
+    for method in args.methods:
+        kind = (METHODS | PEERS)[method]
+        if not kind.is_ours:
+            kinds.append(kind)
+            continue
+        all_stages = args.stages if kind is SplitKV else args.stages[:1]
+        for name, transport in transports.items():
+            for stages in all_stages:
+                words = [name] if len(transports) > 1 else []
+                words += [str(stages)] if len(all_stages) > 1 else []
+                kinds.append(variant(kind, words, transport, stages) if words else kind)
+    return kinds
 
 
 def say(text: str) -> None:
@@ -184,10 +213,12 @@ def caption_of(args: argparse.Namespace, device: torch.device) -> str:
     """What is measured and what is modelled."""
     dtype = "bf16" if device.type == "cuda" else "fp32"
     partial_dtype = SplitKVConfig(partial_dtype=args.partial_dtype).resolved_partial_dtype(dtype)
-    partials = f"{dtype}, partial sums in {partial_dtype}, {args.stages} stages"
+    stages = ", ".join(map(str, args.stages))
+    partials = f"{dtype}, partial sums in {partial_dtype}, at most {stages} stages"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     if args.mode == "real":
-        return f"{name}, {partials}. Everything measured, max over ranks."
+        transports = ", ".join(args.transport)
+        return f"{name}, {partials}, transport {transports}. Everything measured, max over ranks."
     return (
         f"{name}, {partials}. Measured: compute, max/mean, % other, MB, peak. Modelled: fwd ms, "
         f"bwd ms and what follows from them, with {args.alpha_us:g} us a collective, "

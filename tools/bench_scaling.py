@@ -136,7 +136,7 @@ def measure(
             deadline=time.time() + mine_s,
             cases=[(c.workload.name, list(c.methods), pace.seconds(c)) for c in mine],
         )
-        yield run_job(job, cp_size, max(1.0, mine_s) + START_S)
+        yield run_job(job, cp_size, max(1.0, min(mine_s + START_S, left_s)))
 
 
 def run_job(job: Job, cp_size: int, timeout_s: float) -> tuple[list[Line], list[str]]:

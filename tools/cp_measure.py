@@ -80,6 +80,9 @@ def measure_real(
 ) -> Iterator[Line]:
     """Runs this rank's part of each method beside those of the other processes, in turn.
 
+    Args:
+        transport: of the methods that bring none along.
+
     A method that fails or is wrong gives a line that says so.
     """
     # By one process, so that ranks that share a device do not slow down what they are held against.
@@ -92,9 +95,9 @@ def measure_real(
             notes[kind.name] = reason
             continue
         with _noted(kind, notes):
-            share = _checked(m, kind, world, transport)
+            share = _checked(m, kind, world, kind.transport or transport)
             say(f"{m.workload.name}: {kind.name} is right ({share:.2f} of the limit)")
-            parts[kind.name] = _RealPart(m, kind, world, transport)
+            parts[kind.name] = _RealPart(m, kind, world, kind.transport or transport)
     alone_ms: list[float] = []
     for turn in range(WARM_UP_ROUNDS + m.rounds):
         say(f"{m.workload.name}: round {turn} of {m.rounds}")

@@ -5,6 +5,7 @@ The rivals are in `cp_baselines.py`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -59,11 +60,13 @@ class Method(ABC):
     Attributes:
         name: for tables.
         is_ours: it runs on our kernels and transports, which can be looked into.
+        transport: what moves its rows on real ranks; None takes that of the run.
         rows, tokens: query rows and KV tokens of each rank, ascending.
     """
 
     name: str
     is_ours: bool = True
+    transport: Transport | None = None
     rows: list[Int64Array]
     tokens: list[Int64Array]
 
@@ -113,6 +116,7 @@ class SplitKV(Method):
     """The product: keys stay, queries travel."""
 
     name = "split-kv"
+    num_stages: int | None = None  # else as configured
 
     def place(self) -> None:
         self.plan = make_plan(
@@ -122,7 +126,7 @@ class SplitKV(Method):
             block_size=self.config.block_size,
             tolerance=self.config.balance_tolerance,
         )
-        num_stages = self.config.num_stages
+        num_stages = self.num_stages or self.config.num_stages
         self.layouts = [
             build_layout(self.plan, rank, num_stages=num_stages) for rank in range(self.cp_size)
         ]
@@ -137,6 +141,21 @@ class SplitKV(Method):
             layout=self.layouts[rank].to(device), transport=transport, config=self.config
         )
         return _SplitKVPart(context)
+
+
+def variant(
+    kind: type[Method], words: Sequence[str], transport: Transport | None, num_stages: int
+) -> type[Method]:
+    """The same method, set apart by words in its name.
+
+    Args:
+        transport: as `Method.transport`.
+        num_stages: of split-kv.
+    """
+    fields = {
+        "name": " ".join([kind.name, *words]), "transport": transport, "num_stages": num_stages
+    }  # fmt: skip
+    return type(kind.__name__, (kind,), fields)
 
 
 class _SplitKVPart(RankPart):

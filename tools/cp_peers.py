@@ -26,6 +26,15 @@ from megatron_splitkv.comm import Transport
 from megatron_splitkv.plan import Causal, Suffix
 
 
+def missing() -> str | None:
+    """What TransformerEngine lacks here, or None."""
+    if find_spec("transformer_engine") is None:
+        return "transformer-engine is not installed"
+    if not (dist.is_initialized() and dist.get_backend() == "nccl"):
+        return "needs a GPU for each rank, and NCCL"
+    return None
+
+
 class TransformerEngine(Method):
     """One of TE's `cp_comm_type`s; see the module."""
 
@@ -34,15 +43,13 @@ class TransformerEngine(Method):
 
     @staticmethod
     def refusal(workload: Workload, cp_size: int) -> str | None:
-        if find_spec("transformer_engine") is None:
-            return "transformer-engine is not installed"
-        if not (dist.is_initialized() and dist.get_backend() == "nccl"):
-            return "needs a GPU for each rank and NCCL"
+        if (reason := missing()) is not None:
+            return reason
         is_rows = isinstance(workload.queries, Suffix)
         if is_rows and len(workload.doc_lens) > 1:
-            return "few rows of several documents"
+            return "not few rows of several documents"
         if not is_rows and not isinstance(workload.queries, Causal):
-            return f"the mask {workload.queries}"
+            return f"not timed with the mask {workload.queries}"
         return None
 
     @classmethod

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_splitkv.comm import Counts, Pending
+from megatron_splitkv.comm import Counts, Pending, empty_rows
 from megatron_splitkv.ops.native import OP_NAMESPACE
 
 KERNELS = "kernel"  # partial attention and its backward
@@ -218,6 +218,10 @@ class ReplayTransport:
     size: int
     recorder: Recorder
     _count: int = field(default=0, init=False)
+
+    def send_buffer(self, counts: Counts, row_bytes: int, device: torch.device) -> Tensor:
+        """See `Transport.send_buffer`."""
+        return empty_rows(int(counts[self.rank].sum()), row_bytes, device)
 
     def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`; what is received are own rows."""

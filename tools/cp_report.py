@@ -55,13 +55,21 @@ class Line:
         return self.forward_ms + self.backward_ms
 
 
-def over_best_other(line: Line, lines: Sequence[Line]) -> float | None:
-    """Step time of the fastest other method over this one's: above 1 this one is faster."""
+PEER_PREFIX = "te-"  # of the methods of TransformerEngine
+
+
+def over_best_other(line: Line, lines: Sequence[Line], prefix: str = "") -> float | None:
+    """Step time of the fastest other method over this one's: above 1 this one is faster.
+
+    Args:
+        prefix: of the names of the others.
+    """
     others = [
         other.step_ms
         for other in lines
         if (other.workload, other.cp_size) == (line.workload, line.cp_size)
         and other.method != line.method
+        and other.method.startswith(prefix)
         and other.step_ms is not None
     ]
     return min(others) / line.step_ms if others and line.step_ms else None
@@ -69,7 +77,7 @@ def over_best_other(line: Line, lines: Sequence[Line]) -> float | None:
 
 COLUMNS = (
     "workload", "cp", "method", "fwd ms", "bwd ms", "TFLOP/s", "% ideal", "% ideal compute",
-    "max/mean", "% other", "MB sent", "wire ms", "exposed", "peak GiB", "best other /",
+    "max/mean", "% other", "MB sent", "wire ms", "exposed", "peak GiB", "best other /", "best TE /",
 )  # fmt: skip
 
 
@@ -82,6 +90,7 @@ def cells(line: Line, lines: Sequence[Line]) -> list[str]:
         _percent(line.other_share), _text(line.sent_mb, ".1f"), _text(line.wire_ms, ".3g"),
         _text(line.exposed_ms, ".3g"), _text(line.peak_gib, ".2f"),
         _text(over_best_other(line, lines), ".2f"),
+        _text(over_best_other(line, lines, PEER_PREFIX), ".2f"),
     ]  # fmt: skip
 
 

@@ -3,33 +3,22 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from cp_replay import OTHERS, Recorder
 from torch import Tensor
 
-from megatron_splitkv.comm import Counts, Pending, Transport
+from megatron_splitkv.comm import Counts, PassingTransport, Pending, empty_rows
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingTransport:
+@dataclass
+class WaitingTransport(PassingTransport):
     """Passes everything on, and tells a recorder that a rank which waits runs no kernel.
 
     Attributes:
-        inner: the transport that does the work.
         recorder: told of each wait.
     """
 
-    inner: Transport
     recorder: Recorder
-
-    @property
-    def rank(self) -> int:
-        """Rank inside the group."""
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return self.inner.size
 
     def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
@@ -48,31 +37,23 @@ class WaitingTransport:
 
 
 @dataclass
-class SilentTransport:
+class SilentTransport(PassingTransport):
     """Can leave the wire out, for timing.
 
     In a silent step each collective gives what it gave in the recorded one; packing before and
     unpacking after stay. Other steps pass everything on.
-
-    Attributes:
-        inner: the transport that does the work.
     """
 
-    inner: Transport
     _is_recording: bool = False
     _is_silent: bool = False
     _kept: list[Tensor] = field(default_factory=list)
     _next: int = 0
 
-    @property
-    def rank(self) -> int:
-        """Rank inside the group."""
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return self.inner.size
+    def send_buffer(self, counts: Counts, row_bytes: int, device: torch.device) -> Tensor:
+        """See `Transport.send_buffer`."""
+        if self._is_silent:
+            return empty_rows(int(counts[self.rank].sum()), row_bytes, device)
+        return self.inner.send_buffer(counts, row_bytes, device)
 
     def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""

@@ -1,7 +1,7 @@
 """What `bench_scaling.py` runs: workloads by size of the group, and which of them fit the time."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cp_peers import PEERS
 from cp_workloads import Workload, workload_of
@@ -132,27 +132,28 @@ def all_cases(
 
 
 def fit_into(cases: Iterable[Case], budget_s: float, pace: Pace) -> Selection:
-    """Drops the dearest until the rest fits: first the other methods of a case, then the case.
+    """Drops the dearest until the rest fits: first other methods, then whole cases.
+
+    Other methods are weighed by seconds over ranks, as the largest group tells most of them.
 
     Args:
         cases: in any order.
         budget_s: seconds for all of them.
         pace: their estimated times.
+    Returns:
+        What fits, the shortest first.
     """
-    kept = sorted(cases, key=pace.seconds)
+    kept = list(cases)
     dropped: list[str] = []
 
     def is_over() -> bool:
         return sum(map(pace.seconds, kept)) > budget_s
 
-    for index in reversed(range(len(kept))):
-        case = kept[index]
-        if is_over() and len(case.methods) > 1:
-            others = [method for method in case.methods if method != OURS]
+    for case in sorted(kept, key=lambda case: pace.seconds(case) / case.cp_size, reverse=True):
+        others = [method for method in case.methods if method != OURS]
+        if others and is_over():
             dropped.append(f"{case.name}: {', '.join(others)}")
-            kept[index] = Case(
-                kind=case.kind, workload=case.workload, cp_size=case.cp_size, methods=(OURS,)
-            )
+            kept[kept.index(case)] = replace(case, methods=(OURS,))
     kept.sort(key=pace.seconds)
     while kept and is_over():
         dropped.append(kept.pop().name)

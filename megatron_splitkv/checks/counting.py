@@ -4,32 +4,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_splitkv.comm import Counts, Pending, Transport
+from megatron_splitkv.comm import Counts, PassingTransport, Pending
 
 
 @dataclass
-class CountingTransport:
+class CountingTransport(PassingTransport):
     """Passes everything on and counts the bytes of rows that leave this rank.
 
     Attributes:
-        inner: the transport that does the work.
         bytes_sent: bytes handed over for other ranks since the start.
         num_calls: collectives since the start.
     """
 
-    inner: Transport
     bytes_sent: int = 0
     num_calls: int = 0
-
-    @property
-    def rank(self) -> int:
-        """Rank inside the group."""
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return self.inner.size
 
     def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""

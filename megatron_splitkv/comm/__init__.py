@@ -16,11 +16,18 @@ from megatron_splitkv.comm.rows import (
 )
 from megatron_splitkv.comm.symmetric import SymmetricTransport
 from megatron_splitkv.comm.threads import ThreadGroup, ThreadTransport
-from megatron_splitkv.comm.transport import Counts, Pending, Transport
+from megatron_splitkv.comm.transport import (
+    Counts,
+    PassingTransport,
+    Pending,
+    Transport,
+    empty_rows,
+)
 
 __all__ = [
     "Counts",
     "HostStagedTransport",
+    "PassingTransport",
     "Pending",
     "ProcessGroup",
     "ProcessGroupTransport",
@@ -31,6 +38,7 @@ __all__ = [
     "Transport",
     "all_gather_rows",
     "check_same_plan",
+    "empty_rows",
     "gather_rows",
     "return_rows",
     "transport_of",

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_splitkv.comm.symmetric import SymmetricTransport
-from megatron_splitkv.comm.transport import Counts, Pending, Transport
+from megatron_splitkv.comm.symmetric import SymmetricTransport, reason_against
+from megatron_splitkv.comm.transport import Counts, Pending, Transport, empty_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,10 @@ class ProcessGroupTransport:
     def size(self) -> int:
         """Ranks of the group."""
         return dist.get_world_size(self.group)
+
+    def send_buffer(self, counts: Counts, row_bytes: int, device: torch.device) -> Tensor:
+        """See `Transport.send_buffer`."""
+        return empty_rows(int(counts[self.rank].sum()), row_bytes, device)
 
     def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
@@ -85,6 +89,10 @@ class HostStagedTransport:
     def size(self) -> int:
         """Ranks of the group."""
         return self._inner.size
+
+    def send_buffer(self, counts: Counts, row_bytes: int, device: torch.device) -> Tensor:
+        """See `Transport.send_buffer`."""
+        return empty_rows(int(counts[self.rank].sum()), row_bytes, device)
 
     def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
@@ -143,6 +151,9 @@ def transport_of(
     if group.size() == 1:
         return None
     if choice == "symmetric":
+        reason = reason_against(group, device)
+        if reason is not None:
+            raise ValueError(f"transport='symmetric': {reason}; take transport auto")
         return SymmetricTransport(group, device)
     backends = _backends(group)
     backend = backends.get(device.type, "none")

@@ -5,7 +5,7 @@ collective whatever tensors travel in it. Nothing is read before `Pending.wait()
 the same collectives in the same order, also with zero rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_splitkv.comm.transport import Pending, Transport
+from megatron_splitkv.comm.transport import Pending, Transport, empty_rows
 from megatron_splitkv.config import WIRE_ALIGNMENT_BYTES
 from megatron_splitkv.layout import ExchangeStage
 
@@ -40,26 +40,35 @@ class RowFormat:
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in self.fields]
         return [-(-size // WIRE_ALIGNMENT_BYTES) * WIRE_ALIGNMENT_BYTES for size in sizes]
 
-    def pack(self, tensors: Sequence[Tensor], rows: Tensor | None = None) -> Tensor:
+    def pack(
+        self,
+        tensors: Sequence[Tensor],
+        rows: Tensor | None = None,
+        into: Tensor | None = None,
+    ) -> Tensor:
         """Copies rows of the tensors side by side, `[num_rows, row_bytes]` uint8.
 
         Args:
             tensors: one for each field, `[T, *shape]`; cast to the field's dtype.
             rows: int64 indices of the rows to take; None takes all.
+            into: memory for the packed rows; None takes new memory.
         """
-        packed = self.empty(len(tensors[0] if rows is None else rows), tensors[0].device)
+        if into is None:
+            into = empty_rows(
+                len(tensors[0] if rows is None else rows), self.row_bytes, tensors[0].device
+            )
+        packed = self.cleared(into)
         for field, tensor in zip(self.unpack(packed), tensors, strict=True):
             _copy_rows(field, tensor, rows)
         return packed
 
-    def empty(self, num_rows: int, device: torch.device) -> Tensor:
+    def cleared(self, packed: Tensor) -> Tensor:
         """Packed rows to be written through `unpack`; bytes between fields are zero."""
         has_gaps = any(
             size != prod(shape) * dtype.itemsize
             for (shape, dtype), size in zip(self.fields, self._field_bytes, strict=True)
         )
-        make = torch.zeros if has_gaps else torch.empty
-        return make((num_rows, self.row_bytes), dtype=torch.uint8, device=device)
+        return packed.zero_() if has_gaps else packed
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         """Views the fields of packed rows, `[num_rows, *shape]` each; no copy."""
@@ -97,20 +106,24 @@ def _widened(tensor: Tensor) -> Tensor | None:
 
 
 def gather_rows(
-    packed_by: Callable[[Tensor | None], Tensor], stage: ExchangeStage, transport: Transport
+    row_format: RowFormat, tensors: Sequence[Tensor], stage: ExchangeStage, transport: Transport
 ) -> Pending:
     """Sends this rank's query rows to the ranks of a stage and receives theirs.
 
     Args:
-        packed_by: packs the given local rows (None: all of them).
+        row_format: of a row on the wire.
+        tensors: its fields of all local rows.
         stage: the exchange table.
         transport: the group.
     Returns:
         Pending `[R, row_bytes]` rows of the other ranks, grouped by source in rank order.
     """
     if not stage.is_all_gather:
-        return transport.exchange(packed_by(stage.send_rows), stage.counts)
-    pending = transport.all_gather(packed_by(None))
+        buffer = transport.send_buffer(stage.counts, row_format.row_bytes, tensors[0].device)
+        return transport.exchange(
+            row_format.pack(tensors, stage.send_rows, into=buffer), stage.counts
+        )
+    pending = transport.all_gather(row_format.pack(tensors))
 
     def others() -> Tensor:
         gathered = pending.wait()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_splitkv.comm.transport import Counts, Pending
+from megatron_splitkv.comm.transport import Counts, Pending, empty_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +167,10 @@ class ThreadTransport:
     def size(self) -> int:
         """Ranks of the group."""
         return self.group.size
+
+    def send_buffer(self, counts: Counts, row_bytes: int, device: torch.device) -> Tensor:
+        """See `Transport.send_buffer`."""
+        return empty_rows(int(counts[self.rank].sum()), row_bytes, device)
 
     def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""

@@ -44,7 +44,8 @@ class ExchangeStage:
             same on all of them.
         is_all_gather: every rank sends all its rows to every other one, equally many.
         intervals: keys that the `R` received rows see here.
-        return_ptr, return_slots: CSR over local query rows, int32 `[rows + 1]` and `[S]`: which
+        returned: local query rows `[begin, end)` that get something back, the first to the last.
+        return_ptr, return_slots: CSR over these rows, int32 `[end - begin + 1]` and `[S]`: which
             of the S returned partials belong to each row, in rank order.
     """
 
@@ -52,6 +53,7 @@ class ExchangeStage:
     counts: Int64Array
     is_all_gather: bool
     intervals: KeyIntervals
+    returned: tuple[int, int]
     return_ptr: Tensor
     return_slots: Tensor
 
@@ -227,13 +229,16 @@ class _StageBuilder:
         everything: bool,
     ) -> ExchangeStage:
         send_rows = np.searchsorted(owned, sent)
-        times_sent = np.bincount(send_rows, minlength=len(owned))
+        begin = int(send_rows.min(initial=len(owned)))
+        end = int(send_rows.max(initial=begin - 1)) + 1
+        times_sent = np.bincount(send_rows - begin, minlength=end - begin)
         pointers = np.concatenate([[0], np.cumsum(times_sent)]).astype(np.int32)
         return ExchangeStage(
             send_rows=torch.from_numpy(send_rows),
             counts=counts,
             is_all_gather=everything,
             intervals=self.intervals(received),
+            returned=(begin, end),
             return_ptr=torch.from_numpy(pointers),
             return_slots=torch.from_numpy(np.argsort(send_rows, kind="stable").astype(np.int32)),
         )

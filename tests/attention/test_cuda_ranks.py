@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_splitkv.comm import Counts, Pending, ThreadGroup, ThreadTransport, transport_of
+from megatron_splitkv.comm import (
+    Counts,
+    PassingTransport,
+    Pending,
+    ThreadGroup,
+    ThreadTransport,
+    transport_of,
+)
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.plan import Anchors, Causal, Full, Plan, Queries, Suffix, Window, make_plan
 from tests.gloo import run_gloo
@@ -94,19 +101,11 @@ def test_microbatches_in_flight():
 
 
 @dataclass
-class DelayedTransport:
+class DelayedTransport(PassingTransport):
     """Puts random pauses of the GPU before and after every collective, on both of its streams."""
 
     inner: ThreadTransport
     draw: random.Random
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
 
     def pause(self, stream: torch.cuda.Stream | None = None) -> None:
         with torch.cuda.stream(stream):

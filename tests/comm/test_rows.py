@@ -105,9 +105,7 @@ def round_trip(transport: Transport, plan: Plan, num_stages: int) -> list[torch.
     back_format = RowFormat((((2,), torch.int64),))
     answers = []
     for stage in layout.stages:
-        packed = gather_rows(
-            lambda rows: out_format.pack([mine[:, None], payload], rows), stage, transport
-        ).wait()
+        packed = gather_rows(out_format, [mine[:, None], payload], stage, transport).wait()
         index, arrived = out_format.unpack(packed)
         assert torch.equal(arrived, index.bfloat16().expand(-1, 3))
         maker = torch.full_like(index, transport.rank)

@@ -1,11 +1,13 @@
 """Rows pulled by copy engines: two GPUs of one host against known answers, refusals anywhere."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_splitkv.comm import SymmetricTransport, transport_of
+from megatron_splitkv.comm import SymmetricTransport, symmetric, transport_of
 from megatron_splitkv.comm.symmetric import places_of
 from tests.gloo import run_gloo
 from tests.transports import check_exchange, counts_between, exchange_body, rows_between
@@ -19,14 +21,34 @@ def refusal(device: str) -> str:
 
 def test_the_cpu_is_refused():
     for text in run_gloo(2, refusal, "cpu"):
-        assert "moves rows between GPUs" in text
+        assert "moves rows between GPUs, but the tensors are on cpu" in text
         assert "take transport auto" in text
 
 
 @pytest.mark.gpu
 def test_ranks_that_share_a_gpu_are_refused():
     for text in run_gloo(2, refusal, "cuda:0"):
-        assert "needs a GPU for each context-parallel rank, got 1 for 2" in text
+        assert "it needs a GPU for each context-parallel rank, got 1 for 2" in text
+
+
+def reason_on(hosts: list[str], has_access: bool) -> str | None:
+    """What a GPU for each rank of a group gives, on these hosts."""
+    rank = dist.get_rank()
+    with (
+        mock.patch("socket.gethostname", return_value=hosts[rank]),
+        mock.patch.object(symmetric, "_uuid", side_effect=lambda index: f"GPU {index}"),
+        mock.patch("torch.cuda.device_count", return_value=2),
+        mock.patch("torch.cuda.can_device_access_peer", return_value=has_access or rank == 0),
+    ):
+        return symmetric.reason_against(dist.group.WORLD, torch.device("cuda", rank))
+
+
+def test_other_hosts_and_gpus_that_cannot_be_read_are_refused_on_every_rank():
+    assert run_gloo(2, reason_on, ["a", "a"], True) == [None] * 2
+    for text in run_gloo(2, reason_on, ["a", "b"], True):
+        assert text == "it needs all context-parallel ranks on one host, got a, b"
+    for text in run_gloo(2, reason_on, ["a", "a"], False):
+        assert text == "ranks [1] cannot read the memory of all the others' GPUs"
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -74,7 +96,10 @@ def racing_body(num_calls: int) -> int:
         counts = together.integers(0, largest, (2, 2))
         value = 100 * rank + call % 100
         torch.cuda._sleep(int(pauses.integers(0, 2_000_000)))
-        rows = torch.full((int(counts[rank].sum()), 64), value, dtype=torch.uint8, device=device)
+        rows = torch.empty(int(counts[rank].sum()), 64, dtype=torch.uint8, device=device)
+        if call % 2:
+            rows = transport.send_buffer(counts, 64, device)
+        rows.fill_(value)
         pending.append((call, transport.exchange(rows, counts), counts[:, rank]))
         del rows  # what it held is free for others at once
         while len(pending) > (2 if call < num_calls - 1 else 0):

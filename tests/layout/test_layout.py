@@ -103,9 +103,12 @@ class Ranks:
         ptr, slots = stage.return_ptr.tolist(), stage.return_slots.tolist()
         assert stage.return_ptr.dtype == stage.return_slots.dtype == torch.int32
         assert len(send_rows) == stage.counts[rank].sum() == len(slots)
-        assert len(ptr) == len(self.rows[rank]) + 1
-        for row in range(len(self.rows[rank])):
-            mine = slots[ptr[row] : ptr[row + 1]]
+        begin, end = stage.returned
+        assert len(ptr) == end - begin + 1
+        assert {*send_rows} <= {*range(begin, end)}
+        assert not send_rows or {begin, end - 1} <= {*send_rows}
+        for row in range(begin, end):
+            mine = slots[ptr[row - begin] : ptr[row - begin + 1]]
             assert mine == [slot for slot, sent in enumerate(send_rows) if sent == row]
 
     def check_received(self, rank: int, stages: list[ExchangeStage], seen: np.ndarray) -> None:
