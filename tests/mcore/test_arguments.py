@@ -41,6 +41,7 @@ def test_every_argument_reaches_the_config(parse):
         "--splitkv-block-size 128 --splitkv-stages 2 --splitkv-partial-dtype bf16 "
         "--splitkv-transport gloo "
         "--splitkv-keep-queries --splitkv-balance-tolerance 0.05 --splitkv-ranks-per-node 4 "
+        "--splitkv-rank-speeds 1,0.5 "
         "--splitkv-check-plan always --splitkv-mtp-normalization megatron"
     )
     assert arguments.splitkv_config_from_args(args) == SplitKVConfig(
@@ -51,6 +52,7 @@ def test_every_argument_reaches_the_config(parse):
         keep_queries=True,
         balance_tolerance=0.05,
         ranks_per_node=4,
+        rank_speeds=(1.0, 0.5),
         check_plan="always",
         mtp_normalization="megatron",
     )
@@ -131,6 +133,9 @@ def test_yaml_is_refused():
             r"--splitkv-ranks-per-node=3 must divide --context-parallel-size=\d",
         ),
         ("--splitkv-ranks-per-node 0", r"ranks_per_node=0 must be at least 1"),
+        ("--splitkv-rank-speeds 1,fast", r"--splitkv-rank-speeds=1,fast must be numbers between"),
+        ("--splitkv-rank-speeds 1,0", r"rank_speeds=\(1.0, 0.0\) must be positive and finite"),
+        ("--splitkv-rank-speeds 1,1,1", r"names 3 ranks, and --context-parallel-size=2 has 2"),
         ("--splitkv-balance-tolerance 2", r"balance_tolerance=2.0 must lie in \[0, 1\]"),
         ("--splitkv-check-plan never", r"check_plan='never' is unknown"),
         ("--context-parallel-impl ring", r"impl ring is unknown"),
@@ -277,7 +282,7 @@ def test_stock_context_parallelism_needs_a_gpu(parse, monkeypatch, has_gpu, has_
 
 def test_every_argument_has_help_with_its_default(parser):
     ours = [a for a in parser._actions if any("--splitkv-" in o for o in a.option_strings)]
-    assert len(ours) == 9
+    assert len(ours) == 11
     assert all("default" in (action.help or "") for action in ours)
 
 
