@@ -3,9 +3,9 @@
 For groups of 1, 2, 4, ... ranks, up to all GPUs: weak scaling with a fixed number of context tokens
 a rank (8192 query rows against all of them; one causal document; packed documents), and strong
 scaling of whole workloads, beside KV ring, KV all-gather, Ulysses and, where it is installed,
-TransformerEngine. Each method is checked against dense fp64 before it is timed. "% ideal" is
-TFLOP/s of a GPU by visible pairs over the best that Split-KV reached on one GPU with workloads of
-that kind.
+TransformerEngine. Each method is checked against dense fp64 and timed as in `bench_cp.py real`.
+"% ideal" is TFLOP/s of a GPU by visible pairs over the best that Split-KV reached on one GPU with
+workloads of that kind, earlier in the same run.
 
 Then the terms of `plan_blocks.py --simulate` are fitted to all groups but the largest, checked on
 that one, and projected to 1024 ranks on nodes of 8. A pair of nodes is not measured: its wire is
