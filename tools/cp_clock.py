@@ -2,7 +2,7 @@
 
 A step is queued behind a pause that lasts until the host is done queueing, as in training, where it
 runs ahead of the GPU; the ranks then start together, behind a small collective. What the host took
-is kept apart. A step that waits for the GPU while it is queued cannot be hidden that way.
+is kept apart. A host that waits for the GPU while it queues outlasts every pause.
 """
 
 import time
@@ -22,12 +22,13 @@ class StepClock:
     """Times the same work again and again; each run sets the pause of the next.
 
     Attributes:
-        host_ms: what the host took to queue the last run, the pause left out.
+        host_ms: from the start of queueing the last run until all was queued.
+        has_gaps: that outlasted the pause, so that the GPU waited for the host in between.
     """
 
     def __init__(self, device: torch.device, world: World | None = None) -> None:
         """Takes the device of the rank, and the processes that run the work together."""
-        self.host_ms = 0.0
+        self.host_ms, self.has_gaps = 0.0, False
         self._device = device
         self._pause_s = 0.0
         is_together = world is not None and world.size > 1 and world.backend == "nccl"
@@ -38,7 +39,7 @@ class StepClock:
         if self._device.type != "cuda":
             return self._host_times_ms(bodies)
         torch.cuda.synchronize(self._device)
-        torch.cuda._sleep(int(self._pause_s * CYCLES_PER_S))  # pyright: ignore[reportPrivateUsage]
+        self.pause()
         if self._token is not None:
             dist.all_reduce(self._token)
         start = time.perf_counter()
@@ -47,10 +48,17 @@ class StepClock:
             body()
             events.append(self._event())
         host_s = time.perf_counter() - start
+        self.has_gaps = host_s > self._pause_s
         self._pause_s = min(PAUSE_SHARE * host_s, MAX_PAUSE_S)
         self.host_ms = host_s * 1e3
         torch.cuda.synchronize(self._device)
         return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+    def pause(self, share: float = 1.0) -> None:
+        """Keeps a GPU busy for that share of the time that the last run suggests."""
+        if self._device.type == "cuda":
+            cycles = int(share * self._pause_s * CYCLES_PER_S)
+            torch.cuda._sleep(cycles)  # pyright: ignore[reportPrivateUsage]
 
     def _host_times_ms(self, bodies: Sequence[Callable[[], object]]) -> list[float]:
         marks = [time.perf_counter()]

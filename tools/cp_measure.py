@@ -21,6 +21,7 @@ from megatron_splitkv.comm import SymmetricTransport, Transport
 from megatron_splitkv.config import SplitKVConfig
 
 WARM_UP_ROUNDS = 2  # one that compiles, one that tells how long the host queues
+RECORDING_SHARE = 3.0  # of the usual time to queue: a recorder notes each call
 MAX_NOTE = 200  # characters of an error that a line quotes
 Say = Callable[[str], None]
 Step = tuple[float, float]  # forward and backward, milliseconds
@@ -103,7 +104,10 @@ def measure_real(
     for turn in range(WARM_UP_ROUNDS + m.rounds):
         say(f"{m.workload.name}: round {turn} of {m.rounds}")
         alone_ms += gather_from_all(0.0 if alone is None else alone.step_ms(), world)[:1]
-        for name in [name for name in parts if name not in notes]:
+        # Not always in the same order: a card slows down behind a heavy method.
+        names = [name for name in parts if name not in notes]
+        first = turn % max(1, len(names))
+        for name in names[first:] + names[:first]:
             with _noted(parts[name].kind, notes):
                 parts[name].measure(is_timed=turn >= WARM_UP_ROUNDS)
     ideal_ms = None
@@ -186,6 +190,7 @@ class _RealPart:
         self.silent_steps: list[Step] = []
         self.sent_bytes = self.peak_bytes = 0
         self.host_ms: list[float] = []
+        self.num_gaps = 0
 
     def measure(self, *, is_timed: bool) -> None:
         """One step, and one that moves nothing between ranks where the method is ours."""
@@ -193,6 +198,7 @@ class _RealPart:
         if is_timed:
             self.steps.append(step)
             self.host_ms.append(self.clock.host_ms)
+            self.num_gaps += self.clock.has_gaps
         if self.silent is None or not self.kind.is_ours or self.m.is_bare:
             return
         if not is_timed:
@@ -208,8 +214,8 @@ class _RealPart:
             ideal_ms: an even share of one device's step, if that was timed.
         """
         host_ms = statistics.median(self.host_ms)
-        mine = (self._kernel_ms(), self.peak_bytes, self.sent_bytes, host_ms)
-        kernels, peaks, sents, hosts = zip(*gather_from_all(mine, self.world), strict=True)
+        mine = (self._kernel_ms(), self.peak_bytes, self.sent_bytes, host_ms, self.num_gaps)
+        kernels, peaks, sents, hosts, gaps = zip(*gather_from_all(mine, self.world), strict=True)
         forward_ms, backward_ms = _median(self.steps)
         step_ms = forward_ms + backward_ms
         is_ours = self.kind.is_ours
@@ -227,6 +233,8 @@ class _RealPart:
             exposed_ms=step_ms - sum(_median(self.silent_steps)) if self.silent_steps else None,
             peak_gib=gib(max(peaks)),
             host_ms=max(hosts),
+            spread=_spread(self.steps),
+            note=f"{max(gaps)} of {len(self.steps)} steps wait for the host" if any(gaps) else "",
         )
 
     def _measured_step(self) -> Step:
@@ -262,6 +270,7 @@ class _RealPart:
                 self.silent.restart()
             for body in self._bodies():
                 with self.recorder:
+                    self.clock.pause(RECORDING_SHARE)
                     body()
                 total += compute_ms(self.recorder.trace())[0]
         return total
@@ -271,6 +280,11 @@ class _RealPart:
             lambda: self.part.forward(self.inputs),
             lambda: self.part.backward(self.inputs.dout),
         )
+
+
+def _spread(steps: Sequence[Step]) -> float:
+    times = [sum(step) for step in steps]
+    return (max(times) - min(times)) / statistics.median(times)
 
 
 def _median(steps: Sequence[Step]) -> Step:

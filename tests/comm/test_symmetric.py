@@ -35,7 +35,7 @@ def reason_on(hosts: list[str], has_access: bool) -> str | None:
     """What a GPU for each rank of a group gives, on these hosts."""
     rank = dist.get_rank()
     with (
-        mock.patch("socket.gethostname", return_value=hosts[rank]),
+        mock.patch.object(symmetric, "_host", return_value=("node", hosts[rank])),
         mock.patch.object(symmetric, "_uuid", side_effect=lambda index: f"GPU {index}"),
         mock.patch("torch.cuda.device_count", return_value=2),
         mock.patch("torch.cuda.can_device_access_peer", return_value=has_access or rank == 0),
@@ -46,9 +46,21 @@ def reason_on(hosts: list[str], has_access: bool) -> str | None:
 def test_other_hosts_and_gpus_that_cannot_be_read_are_refused_on_every_rank():
     assert run_gloo(2, reason_on, ["a", "a"], True) == [None] * 2
     for text in run_gloo(2, reason_on, ["a", "b"], True):
-        assert text == "it needs all context-parallel ranks on one host, got a, b"
+        assert text == "it needs all context-parallel ranks on one host, got 2: node"
     for text in run_gloo(2, reason_on, ["a", "a"], False):
         assert text == "ranks [1] cannot read the memory of all the others' GPUs"
+
+
+def reason_with_hidden_gpus() -> str | None:
+    """What processes give that see but their own GPU, each as number 0."""
+    mine = f"GPU {dist.get_rank()}"
+    with mock.patch.object(symmetric, "_uuid", return_value=mine):
+        return symmetric.reason_against(dist.group.WORLD, torch.device("cuda", 0))
+
+
+def test_hidden_gpus_are_refused():
+    for text in run_gloo(2, reason_with_hidden_gpus):
+        assert "theirs are numbered [0, 0]; do not hide GPUs by CUDA_VISIBLE_DEVICES" in text
 
 
 def is_symmetric_by_default(reason: str | None) -> bool:
@@ -106,6 +118,8 @@ def racing_body(num_calls: int) -> int:
     pauses = np.random.default_rng(rank)
     together = np.random.default_rng(7)
     wrong, pending = [], []
+    nothing = transport.send_buffer(np.zeros((2, 2), dtype=np.int64), 64, device)
+    assert transport.exchange(nothing, np.zeros((2, 2), dtype=np.int64)).wait().shape == (0, 64)
     for call in range(num_calls):
         largest = 1 << int(together.integers(1, 19))  # grows the buffers now and then
         counts = together.integers(0, largest, (2, 2))
