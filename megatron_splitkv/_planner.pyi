@@ -12,7 +12,7 @@ class QueryModel:
     def __init__(
         self,
         doc_lens: Sequence[int],
-        padded_lens: Sequence[int],
+        padded_lens: Sequence[int] | None,
         kind: str,
         size: int = 0,
         anchor_ptr: Sequence[int] = ...,

@@ -1,5 +1,6 @@
 """The one configuration object of the package."""
 
+import math
 from dataclasses import dataclass
 
 PARTIAL_DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -36,6 +37,8 @@ class SplitKVConfig:
             planner cuts documents that it could have kept whole.
         ranks_per_node: consecutive context-parallel ranks of one node: documents keep to few nodes,
             so that few rows cross between them. None takes all ranks for equally near.
+        rank_speeds: relative speed of each context-parallel rank, by which it gets more or less of
+            the cost; empty where all are alike.
         check_plan: "first" compares plan fingerprints over the group on a group's first batch,
             "always" on each new plan.
         mtp_normalization: "global" scales multi-token-prediction losses by token counts of the
@@ -50,6 +53,7 @@ class SplitKVConfig:
     keep_queries: bool = False
     balance_tolerance: float = 0.001
     ranks_per_node: int | None = None
+    rank_speeds: tuple[float, ...] = ()
     check_plan: str = "first"
     mtp_normalization: str = "global"
 
@@ -76,6 +80,8 @@ class SplitKVConfig:
                 f"ranks_per_node={self.ranks_per_node} must be at least 1; leave it out where all "
                 "ranks are equally near"
             )
+        if not all(0.0 < speed < math.inf for speed in self.rank_speeds):
+            raise ValueError(f"rank_speeds={self.rank_speeds} must be positive and finite")
         _check_choice("check_plan", self.check_plan, ("first", "always"))
         _check_choice("mtp_normalization", self.mtp_normalization, ("global", "megatron"))
 

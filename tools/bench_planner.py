@@ -39,7 +39,17 @@ from plan_partitioners import PARTITIONERS, block_hypergraph, optimal_makespan, 
 from rich.console import Console
 from rich.progress import track
 
-from megatron_splitkv.plan import Anchors, Causal, Queries, Window, is_self_attention, make_plan
+from megatron_splitkv.plan import (
+    Anchors,
+    Causal,
+    Machine,
+    Queries,
+    Window,
+    is_self_attention,
+    make_plan,
+    plan_exchange,
+)
+from megatron_splitkv.plan.report import max_over_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 0.001
@@ -67,6 +77,27 @@ class Row:
     rows: float
     num_runs: int
     ms: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedRow:
+    """Planning time of a pack, from Python, and the imbalance of the plan."""
+
+    name: str
+    ms: float
+    imbalance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRow:
+    """A case planned with all ranks alike, or by nodes; rows over the rows that there are."""
+
+    case: str
+    placement: str
+    imbalance: float
+    rows: float
+    rows_between_nodes: float
+    ms: float
 
 
 def case_of(name: str, lens: tuple[int, ...], cp_size: int, queries: Queries, size: int) -> Case:
@@ -140,23 +171,60 @@ def rows_of(case: Case) -> Iterator[Row]:
     yield Row(case=case.name, placement="split-KV", **asdict(judge(ours())), ms=ms)
 
 
-def speed_rows() -> Iterator[tuple[str, float]]:
-    """Planning time of many blocks, from Python."""
+def node_rows(all_cases: list[Case], ranks_per_node: int) -> Iterator[NodeRow]:
+    """Causal cases of several documents and nodes, planned without and with the nodes."""
+    for case in all_cases:
+        problem = case.problem
+        is_causal = isinstance(problem.queries, Causal) and len(problem.lens) > 1
+        if not is_causal or problem.cp_size <= ranks_per_node:
+            continue
+        node = np.arange(problem.cp_size) // ranks_per_node
+        is_far = node[:, None] != node[None, :]
+        for placement, machine in (
+            ("ranks alike", Machine()),
+            (f"nodes of {ranks_per_node}", Machine(ranks_per_node=ranks_per_node)),
+        ):
+            ours = partial(
+                make_plan,
+                problem.lens,
+                problem.cp_size,
+                block_size=problem.block_size,
+                machine=machine,
+            )
+            plan = ours()
+            found = judge(plan)
+            far = plan_exchange(plan).travelling()[is_far].sum() / sum(problem.lens)
+            yield NodeRow(
+                case=case.name,
+                placement=placement,
+                imbalance=found.imbalance,
+                rows=found.rows,
+                rows_between_nodes=float(far),
+                ms=median_ms(ours, 11),
+            )
+
+
+def speed_rows() -> Iterator[SpeedRow]:
+    """Planning time and balance of many blocks."""
     rng = np.random.default_rng(42)
     drawn = draw_pack("prolong", 131_072, rng)
     large = draw_pack("prolong", 1 << 20, rng)
     equal = tuple(rng.integers(128, 1024, 8192).tolist())
     million = tuple(rng.integers(128, 1024, 1_000_000).tolist())
+    prolong, wlb = (draw_pack(name, 128_000_000, rng) for name in ("prolong", "wlb"))
     for name, lens, cp_size, size, repeats in (
         (f"{len(drawn)} ProLong documents, 128 K tokens, cp 8", drawn, 8, 512, 201),
         (f"8192 blocks of 128: {len(large)} documents, cp 64", large, 64, 128, 51),
         ("8192 blocks: one document, cp 64", (8192 * 512,), 64, 512, 51),
         ("8192 documents of one block, cp 64", equal, 64, 1024, 51),
         ("1 M blocks: one document, cp 1024", (1_000_000 * 512,), 1024, 512, 21),
+        (f"1 M blocks: {len(prolong):,} ProLong documents, cp 1024", prolong, 1024, 128, 5),
+        (f"1 M blocks: {len(wlb):,} WLB-LLM documents, cp 1024", wlb, 1024, 128, 5),
         ("1 M documents of one block, cp 1024", million, 1024, 1024, 5),
     ):
         plan = partial(make_plan, lens, cp_size, block_size=size)
-        yield name, median_ms(plan, repeats)
+        imbalance = max_over_mean(plan().costs) - 1.0
+        yield SpeedRow(name=name, ms=median_ms(plan, repeats), imbalance=imbalance)
 
 
 def optimum_line(num_instances: int) -> str:
@@ -203,13 +271,24 @@ def environment() -> str:
     )
 
 
-def print_markdown(rows: list[Row], speeds: list[tuple[str, float]], optimum: str | None) -> None:
+def print_markdown(
+    rows: list[Row], nodes: list[NodeRow], speeds: list[SpeedRow], optimum: str | None
+) -> None:
     """Tables for a results file."""
-    print(f"{environment()}\n\n| planning, from Python | median CPU ms |\n|---|--:|")
-    for name, ms in speeds:
-        print(f"| {name} | {ms:.3f} |")
+    print(
+        f"{environment()}\n\n| planning, from Python | median CPU ms | imbalance |\n|---|--:|--:|"
+    )
+    for speed in speeds:
+        print(f"| {speed.name} | {speed.ms:.3f} | {speed.imbalance:.4%} |")
     if optimum:
         print(f"\n{optimum}.")
+    print("\n### Nodes\n\n| case | placement | imbalance | rows sent | between nodes | CPU ms |")
+    print("|---|---|--:|--:|--:|--:|")
+    for node in nodes:
+        print(
+            f"| {node.case} | {node.placement} | {node.imbalance:.3%} | {node.rows:.3f} | "
+            f"{node.rows_between_nodes:.3f} | {node.ms:,.3f} |"
+        )
     for case in dict.fromkeys(row.case for row in rows):
         print(f"\n### {case}\n")
         print("| placement | imbalance | token drift | rows sent | runs | CPU ms |")
@@ -245,13 +324,15 @@ def main() -> int:
         for case in track(all_cases, "cases", console=console, transient=True)
         for row in rows_of(case)
     ]
+    nodes = list(node_rows(all_cases, ranks_per_node=4 if args.quick else 8))
     speeds = [] if args.quick else list(speed_rows())
     has_solver = find_spec(MODULES["CP-SAT"]) is not None
     optimum = optimum_line(20 if args.quick else 1000) if has_solver else None
     if args.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows], "speeds": speeds}))
+        found = {"rows": rows, "nodes": nodes, "speeds": speeds}
+        print(json.dumps({name: [asdict(row) for row in table] for name, table in found.items()}))
     else:
-        print_markdown(rows, speeds, optimum)
+        print_markdown(rows, nodes, speeds, optimum)
     return 0
 
 

@@ -8,6 +8,7 @@
 #include "common/check.h"
 #include "planner/exchange.h"
 #include "planner/place.h"
+#include "planner/sort.h"
 
 namespace splitkv::planner {
 namespace {
@@ -35,21 +36,24 @@ void check_options(const AssignOptions& options) {
     }
 }
 
-std::vector<Item> all_items(const QueryModel& model) {
-    std::vector<Item> items;
-    items.reserve(model.num_docs());
-    for (int64_t doc = 0; doc < model.num_docs(); ++doc) {
-        if (model.padded_len(doc) == 0) continue;
-        const Piece piece = {doc, 0, model.padded_len(doc)};
-        items.push_back({piece, model.pairs_in(doc, {piece.begin, piece.end})});
+// Pieces with their costs, the dearest first. Those without tokens are left out.
+template <typename PieceAt>
+std::vector<Item> dearest_first(const QueryModel& model, int64_t count, const PieceAt& piece_at) {
+    std::vector<Keyed> order;
+    order.reserve(count);
+    int64_t dearest = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const Piece piece = piece_at(i);
+        if (piece.tokens() == 0) continue;
+        order.push_back({model.pairs_in(piece.doc, {piece.begin, piece.end}), i});
+        dearest = std::max(dearest, order.back().first);
     }
-    return items;
-}
-
-std::vector<Item> items_of(const QueryModel& model, const std::vector<Piece>& pieces) {
+    for (Keyed& entry : order) entry.first = dearest - entry.first;
+    sort_by_key(order);
     std::vector<Item> items;
-    for (const Piece& piece : pieces) {
-        items.push_back({piece, model.pairs_in(piece.doc, {piece.begin, piece.end})});
+    items.reserve(order.size());
+    for (const auto& [below_dearest, i] : order) {
+        items.push_back({piece_at(i), dearest - below_dearest});
     }
     return items;
 }
@@ -123,10 +127,13 @@ std::vector<Run> place_on_ranks(const QueryModel& model, const std::vector<Item>
     if (num_nodes > 1) {
         const Placement placement = place(items, of_nodes(demand, per_node));
         for (int64_t node = 0; node < num_nodes; ++node) {
-            items_on[node] = items_of(model, placement[node]);
+            const std::vector<Piece>& pieces = placement[node];
+            items_on[node] = dearest_first(model, static_cast<int64_t>(pieces.size()),
+                                           [&pieces](int64_t i) { return pieces[i]; });
         }
     }
     std::vector<Run> runs;
+    runs.reserve(items.size() + 4 * options.cp_size);
     for (int64_t node = 0; node < num_nodes; ++node) {
         const std::vector<Item>& own = num_nodes == 1 ? items : items_on[node];
         Placement placement = place(own, of_ranks(demand, node * per_node, per_node, own));
@@ -162,6 +169,13 @@ std::vector<int64_t> overheads(const QueryModel& model, const std::vector<Run>& 
     return costs;
 }
 
+std::vector<int64_t> sum_costs(const QueryModel& model, const std::vector<Run>& runs,
+                               int64_t cp_size) {
+    std::vector<int64_t> costs(cp_size, 0);
+    for (const Run& run : runs) costs[run.rank] += model.pairs_in(run.doc, {run.begin, run.end});
+    return costs;
+}
+
 // Cost of each rank's share of `total`, in proportion to its speed.
 std::vector<int64_t> targets(int64_t total, const AssignOptions& options) {
     const int64_t all = options.speed.empty() ? options.cp_size
@@ -190,15 +204,15 @@ __int128 slowest(const std::vector<int64_t>& costs, const std::vector<int64_t>& 
 std::vector<int64_t> rank_costs(const QueryModel& model, const std::vector<Run>& runs,
                                 int64_t cp_size) {
     check_runs(model, runs, cp_size);
-    std::vector<int64_t> costs(cp_size, 0);
-    for (const Run& run : runs) costs[run.rank] += model.pairs_in(run.doc, {run.begin, run.end});
-    return costs;
+    return sum_costs(model, runs, cp_size);
 }
 
 Assignment assign_blocks(const QueryModel& model, const AssignOptions& options) {
     check_options(options);
     check_overheads(model, options);
-    const std::vector<Item> items = all_items(model);
+    const std::vector<Item> items = dearest_first(model, model.num_docs(), [&model](int64_t doc) {
+        return Piece{doc, 0, model.padded_len(doc)};
+    });
     int64_t total = 0;
     for (const Item& item : items) total += item.cost;
     const int64_t cp_size = options.cp_size, num_tokens = model.num_tokens();
@@ -214,7 +228,7 @@ Assignment assign_blocks(const QueryModel& model, const AssignOptions& options) 
             demand.budgets.push_back({tokens, share[rank] - extra[rank]});
         }
         Assignment found = {place_on_ranks(model, items, demand, options), {}};
-        found.costs = rank_costs(model, found.runs, cp_size);
+        found.costs = sum_costs(model, found.runs, cp_size);
         extra = overheads(model, found.runs, options);
         const __int128 time = slowest(found.costs, extra, options);
         const bool is_better = best_time < 0 || time < best_time;

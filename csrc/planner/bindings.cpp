@@ -3,7 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "common/check.h"
 #include "planner/assign.h"
@@ -29,7 +32,7 @@ QueryKind parse_kind(const std::string& name) {
     return QueryKind::kCausal;
 }
 
-// Rows of a [n, columns] array as structs of int64 fields, and back. Copies; plans are small.
+// Rows of a [n, columns] array as structs of int64 fields; copies. And back: the array owns them.
 template <typename Struct>
 std::vector<Struct> to_structs(const Int64Array& array, const char* name) {
     constexpr int64_t kColumns = sizeof(Struct) / sizeof(int64_t);
@@ -40,11 +43,16 @@ std::vector<Struct> to_structs(const Int64Array& array, const char* name) {
 }
 
 template <typename Struct>
-Int64Array to_array(const std::vector<Struct>& structs) {
+Int64Array to_array(std::vector<Struct> structs) {
     constexpr int64_t kColumns = sizeof(Struct) / sizeof(int64_t);
-    Int64Array array({static_cast<int64_t>(structs.size()), kColumns});
-    std::copy(structs.begin(), structs.end(), reinterpret_cast<Struct*>(array.mutable_data()));
-    return array;
+    const auto num_rows = static_cast<int64_t>(structs.size());
+    auto owner = std::make_unique<std::vector<Struct>>(std::move(structs));
+    const auto* data = reinterpret_cast<const int64_t*>(owner->data());
+    const py::capsule base(owner.get(), [](void* held) {
+        std::unique_ptr<std::vector<Struct>>(static_cast<std::vector<Struct>*>(held));
+    });
+    owner.release();
+    return Int64Array({num_rows, kColumns}, data, base);
 }
 
 Int64Array row_intervals(const QueryModel& model) {
@@ -71,13 +79,13 @@ py::tuple assign(const QueryModel& model, const AssignOptions& options) {
         tokens.resize(options.cp_size, 0);
         for (const Run& run : found.runs) tokens[run.rank] += run.end - run.begin;
     }
-    return py::make_tuple(to_array(found.runs), found.costs, tokens);
+    return py::make_tuple(to_array(std::move(found.runs)), found.costs, tokens);
 }
 
 template <typename Struct>
-std::vector<Int64Array> to_arrays(const std::vector<std::vector<Struct>>& lists) {
+std::vector<Int64Array> to_arrays(std::vector<std::vector<Struct>> lists) {
     std::vector<Int64Array> arrays;
-    for (const std::vector<Struct>& list : lists) arrays.push_back(to_array(list));
+    for (std::vector<Struct>& list : lists) arrays.push_back(to_array(std::move(list)));
     return arrays;
 }
 
@@ -88,7 +96,7 @@ std::vector<Int64Array> needed(const QueryModel& model, const Int64Array& runs, 
         py::gil_scoped_release release;
         rows = needed_rows(model, list, cp_size);
     }
-    return to_arrays(rows);
+    return to_arrays(std::move(rows));
 }
 
 RowSets to_row_sets(const std::vector<Int64Array>& arrays, const char* name) {
@@ -127,11 +135,13 @@ int64_t pairs_in(const QueryModel& model, int64_t doc, int64_t begin, int64_t en
 PYBIND11_MODULE(_planner, m) {
     m.doc() = "Split-KV planner: who sees what, and which rank keeps which KV tokens.";
     py::class_<QueryModel>(m, "QueryModel")
-        .def(py::init([](std::vector<int64_t> doc_lens, std::vector<int64_t> padded_lens,
-                         const std::string& kind, int64_t size, std::vector<int64_t> anchor_ptr,
+        .def(py::init([](std::vector<int64_t> doc_lens,
+                         std::optional<std::vector<int64_t>> padded_lens, const std::string& kind,
+                         int64_t size, std::vector<int64_t> anchor_ptr,
                          std::vector<int64_t> anchor_positions) {
+                 if (!padded_lens) padded_lens = doc_lens;
                  return QueryModel(
-                     std::move(doc_lens), std::move(padded_lens),
+                     std::move(doc_lens), std::move(*padded_lens),
                      {parse_kind(kind), size, std::move(anchor_ptr), std::move(anchor_positions)});
              }),
              py::arg("doc_lens"), py::arg("padded_lens"), py::arg("kind"), py::arg("size") = 0,

@@ -7,19 +7,20 @@
 namespace splitkv::planner {
 namespace {
 
-std::vector<Range> join_overlaps(std::vector<Range> ranges) {
+void join_overlaps(std::vector<Range>& ranges) {
     std::sort(ranges.begin(), ranges.end(),
               [](const Range& a, const Range& b) { return a.begin < b.begin; });
-    std::vector<Range> joined;
+    size_t num_joined = 0;
     for (const Range& range : ranges) {
         if (range.empty()) continue;
-        if (!joined.empty() && range.begin <= joined.back().end) {
-            joined.back().end = std::max(joined.back().end, range.end);
+        if (num_joined > 0 && range.begin <= ranges[num_joined - 1].end) {
+            Range& last = ranges[num_joined - 1];
+            last.end = std::max(last.end, range.end);
         } else {
-            joined.push_back(range);
+            ranges[num_joined++] = range;
         }
     }
-    return joined;
+    ranges.resize(num_joined);
 }
 
 // A range of rows with its owner.
@@ -52,7 +53,7 @@ RowSets needed_rows(const QueryModel& model, const std::vector<Run>& runs, int64
         rows.end += model.row_start(run.doc);
         needed[run.rank].push_back(rows);
     }
-    for (std::vector<Range>& ranges : needed) ranges = join_overlaps(std::move(ranges));
+    for (std::vector<Range>& ranges : needed) join_overlaps(ranges);
     return needed;
 }
 

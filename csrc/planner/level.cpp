@@ -8,7 +8,7 @@
 namespace splitkv::planner {
 namespace {
 
-constexpr size_t kSwapsPerRank = 16;
+constexpr int kSwapsPerRank = 48;    // above its budget: what these do not level, more will not
 constexpr int64_t kPiecesTried = 5;  // of each of the two ranks, from the dearest to the cheapest
 
 // `tokens` keys of piece `dear` of one rank, from key `offset` on, against as many from the back of
@@ -53,6 +53,13 @@ std::vector<size_t> spaced_pieces(const QueryModel& model, const std::vector<Pie
     return chosen;
 }
 
+// What a swap is to gain.
+struct Aim {
+    int64_t wanted;
+    int64_t good;   // may be missed
+    int64_t limit;  // from here on the two ranks change places, or worse
+};
+
 class Exchange {
   public:
     Exchange(const QueryModel& model, const Piece& dear, const Piece& cheap)
@@ -64,28 +71,38 @@ class Exchange {
                model_.pairs_in(cheap_.doc, {cheap_.end - tokens, cheap_.end});
     }
 
+    // What another pair of keys gains after `tokens` of them.
+    int64_t next_gain(int64_t tokens) const {
+        const int64_t dear = dear_.begin + tokens, cheap = cheap_.end - tokens - 1;
+        return model_.pairs_in(dear_.doc, {dear, dear + 1}) -
+               model_.pairs_in(cheap_.doc, {cheap, cheap + 1});
+    }
+
     // No number of tokens gains more: the first pair of keys gains most.
     __int128 most_gain() const {
         return static_cast<__int128>(gain(1)) * std::min(dear_.tokens(), cheap_.tokens());
     }
 
-    // Sets tokens, offset and gain to what comes closest to `wanted`: the fewest keys from the
-    // front that gain as much, or, where that misses by more than `good`, as many keys farther
+    // Sets tokens, offset and gain to what comes closest to what is wanted: the fewest keys from
+    // the front that gain as much, or, where that misses by more than `good`, as many keys farther
     // back.
-    void aim(int64_t wanted, int64_t good, Swap& swap) const {
+    void meet(const Aim& aim, Swap& swap) const {
         const int64_t most = std::min(dear_.tokens(), cheap_.tokens());
-        // The gain first rises with the tokens, then falls.
-        const int64_t peak = first(0, most, [this](int64_t n) { return gain(n + 1) <= gain(n); });
-        int64_t tokens = first(0, peak, [this, wanted](int64_t n) { return gain(n) >= wanted; });
+        // The gain rises ever less with the tokens, then falls: between these the search is short.
+        const int64_t end = gain(most) >= aim.wanted
+                                ? fraction_of(aim.wanted, most, gain(most)) + 1
+                                : first(0, most, [this](int64_t n) { return next_gain(n) <= 0; });
+        const int64_t peak = std::min(end, most), begin = std::min(aim.wanted / gain(1), peak);
+        int64_t tokens = first(begin, peak, [&](int64_t n) { return gain(n) >= aim.wanted; });
         int64_t offset = 0;
-        const int64_t beyond = gain(tokens) - wanted;
-        if (tokens > 1 && beyond > good && wanted - gain(tokens - 1) <= good) {
+        const int64_t beyond = gain(tokens) - aim.wanted;
+        if (tokens > 1 && beyond > aim.good && aim.wanted - gain(tokens - 1) <= aim.good) {
             --tokens;
-        } else if (beyond > good) {
+        } else if (beyond > aim.good) {
             offset = first(0, dear_.tokens() - tokens,
-                           [&](int64_t i) { return gain(tokens, i) <= wanted; });
-            const bool is_too_far =
-                offset > 0 && wanted - gain(tokens, offset) > gain(tokens, offset - 1) - wanted;
+                           [&](int64_t i) { return gain(tokens, i) <= aim.wanted; });
+            const bool is_too_far = offset > 0 && aim.wanted - gain(tokens, offset) >
+                                                      gain(tokens, offset - 1) - aim.wanted;
             // Where no key farther back is worth something, the front may still be.
             if (is_too_far || gain(tokens, offset) <= 0) offset = std::max<int64_t>(offset - 1, 0);
         }
@@ -140,19 +157,17 @@ std::vector<Swap> possible_swaps(const QueryModel& model, const std::vector<Piec
     return swaps;
 }
 
-// The first swap that brings one rank within `good` of its budget and the other no farther than it
-// was, else the one that leaves least; a swap without tokens where none helps.
+// The first swap that gains what is wanted, to within `good`, else the one that gains most; a swap
+// without tokens where none helps.
 Swap best_swap(const QueryModel& model, const std::vector<Piece>& above,
-               const std::vector<Piece>& below, int64_t excess, int64_t deficit, int64_t good) {
-    const int64_t wanted = std::min(excess, deficit);
+               const std::vector<Piece>& below, const Aim& aim) {
     Swap best = {0, 0, 0, 0, 0, 0};
     for (Swap& swap : possible_swaps(model, above, below)) {
         const Exchange exchange(model, above[swap.dear], below[swap.cheap]);
         if (exchange.most_gain() <= best.gain) continue;
-        exchange.aim(wanted, good, swap);
-        if (wanted - good <= swap.gain && swap.gain <= wanted + good) return swap;
-        // More than wanted is worse only where the two ranks would change places.
-        if (swap.gain > best.gain && swap.gain < excess + deficit) best = swap;
+        exchange.meet(aim, swap);
+        if (aim.wanted - aim.good <= swap.gain && swap.gain <= aim.wanted + aim.good) return swap;
+        if (swap.gain > best.gain && swap.gain < aim.limit) best = swap;
     }
     return best;
 }
@@ -180,12 +195,17 @@ void level(const QueryModel& model, const std::vector<int64_t>& slack, std::vect
     // Ranks by what they may still cost: those farthest above their budgets first.
     std::set<std::pair<int64_t, size_t>> order;
     for (size_t rank = 0; rank < budgets.size(); ++rank) order.insert({budgets[rank].cost, rank});
-    for (size_t i = 0; i < kSwapsPerRank * budgets.size(); ++i) {
+    std::vector<int> num_swaps(budgets.size(), 0);
+    while (true) {
         const auto [excess, above] = *order.begin();
         const auto [deficit, below] = *order.rbegin();
-        if (-excess <= slack[above] || deficit <= 0) return;
-        const Swap swap = best_swap(model, placement[above], placement[below], -excess, deficit,
-                                    slack[above] / 2);
+        if (-excess <= slack[above] || num_swaps[above]++ == kSwapsPerRank) return;
+        // The rank below may end half its slack above its budget: where nobody misses much, small
+        // swaps would not come to an end.
+        const int64_t room = deficit + slack[below] / 2;
+        if (room <= 0) return;
+        const Aim aim = {std::min(-excess, room), slack[above] / 2, deficit - excess};
+        const Swap swap = best_swap(model, placement[above], placement[below], aim);
         if (swap.tokens == 0) return;
         apply(swap, placement[above], placement[below]);
         for (const size_t rank : {above, below}) order.erase({budgets[rank].cost, rank});

@@ -7,27 +7,28 @@
 #include "planner/assign.h"
 #include "planner/exchange.h"
 #include "planner/level.h"
-#include "planner/sort.h"
 #include "planner/spread.h"
 #include "planner/whole.h"
 
 namespace splitkv::planner {
 namespace {
 
+// What a bin may cost beyond its budget, which may be rounded up from less than a pair below.
 std::vector<int64_t> slack_of(const std::vector<Budget>& budgets, int64_t tolerance) {
     std::vector<int64_t> slack(budgets.size());
     for (size_t i = 0; i < budgets.size(); ++i) {
-        slack[i] = fraction_of(std::max<int64_t>(budgets[i].cost, 0), tolerance, kTolerance);
+        const int64_t cost = std::max<int64_t>(budgets[i].cost, 0);
+        const int64_t least = std::max<int64_t>(cost - 1, 0);
+        const int64_t limit = least + fraction_of(least, tolerance, kTolerance);
+        slack[i] = std::max<int64_t>(limit - cost, 0);
     }
     return slack;
 }
 
-// Items to place, the dearest first, and bins (ranks, or nodes of them) of as many tokens.
+// Items to place, and bins (ranks, or nodes of them) of as many tokens.
 struct Task {
-    std::vector<Item> items;
-    size_t num_long;  // of the items: those that fit no bin
-    Company all;      // what all items cost
-    Company others;   // what the other items cost
+    const std::vector<Item>& items;
+    Company all;  // what the items cost
     std::vector<Budget> budgets;
     std::vector<int64_t> slack;
 
@@ -38,85 +39,59 @@ struct Task {
     }
 };
 
-std::vector<Item> dearest_first(const std::vector<Item>& items) {
-    int64_t dearest = 0;
-    for (const Item& item : items) dearest = std::max(dearest, item.cost);
-    std::vector<Keyed> order(items.size());
-    for (size_t i = 0; i < items.size(); ++i) order[i] = {dearest - items[i].cost, i};
-    sort_by_key(order);
-    std::vector<Item> sorted;
-    sorted.reserve(items.size());
-    for (const auto& [cost, i] : order) sorted.push_back(items[i]);
-    return sorted;
+void add(const Item& item, Company& company) {
+    company.cost += item.cost;
+    company.tokens += item.piece.tokens();
 }
 
-Company company_of(std::vector<Item>::const_iterator item, std::vector<Item>::const_iterator end) {
-    Company company = {0, 0};
-    for (; item != end; ++item) {
-        company.cost += item->cost;
-        company.tokens += item->piece.tokens();
-    }
-    return company;
+Task make_task(const std::vector<Item>& items, const std::vector<Budget>& budgets,
+               int64_t tolerance) {
+    Task task = {items, {0, 0}, budgets, slack_of(budgets, tolerance)};
+    for (const Item& item : items) add(item, task.all);
+    return task;
 }
 
-Task make_task(const std::vector<Item>& unsorted, std::vector<Budget> budgets, int64_t tolerance) {
-    std::vector<Item> items = dearest_first(unsorted);
-    std::vector<int64_t> slack = slack_of(budgets, tolerance);
-    Budget largest = {0, 0};
-    for (size_t i = 0; i < budgets.size(); ++i) {
-        largest.tokens = std::max(largest.tokens, budgets[i].tokens);
-        largest.cost = std::max(largest.cost, budgets[i].cost + slack[i]);
-    }
-    const auto others =
-        std::stable_partition(items.begin(), items.end(), [&largest](const Item& item) {
-            return item.piece.tokens() > largest.tokens || item.cost > largest.cost;
-        });
-    const Company all = company_of(items.begin(), items.end());
-    const Company company = company_of(others, items.end());
-    const size_t num_long = others - items.begin();
-    return {std::move(items), num_long, all, company, std::move(budgets), std::move(slack)};
-}
-
-// How long documents choose their ranks.
-enum class Order {
-    kShortestFirst,  // each the fewest ranks that can take it; the longest finds what is left
-    kDenseFirst,     // those above the mean density first, with room for those below it
-};
-
+// The items that are not dense.
 Company sparse_items(const Task& task) {
     Company sparse = {0, 0};
     for (const Item& item : task.items) {
-        if (task.is_dense(item)) continue;
-        sparse.cost += item.cost;
-        sparse.tokens += item.piece.tokens();
+        if (!task.is_dense(item)) add(item, sparse);
     }
     return sparse;
 }
 
-std::vector<SplitItem> share_out_long(const Task& task, Order order, std::vector<Budget>& budgets) {
-    std::vector<SplitItem> split;
-    if (order == Order::kDenseFirst) {
-        const Company sparse = sparse_items(task);
-        for (size_t i = 0; i < task.num_long; ++i) {
-            const bool is_dense = task.is_dense(task.items[i]);
-            split.push_back(share_out(task.items[i], is_dense ? sparse : task.others, budgets));
+// Indices of the long items: no bin can hold one, and company that fills the tokens it leaves.
+std::vector<size_t> long_items(const Task& task, const Company& company) {
+    Budget largest = {0, 0};
+    for (size_t i = 0; i < task.budgets.size(); ++i) {
+        largest.tokens = std::max(largest.tokens, task.budgets[i].tokens);
+        largest.cost = std::max(largest.cost, task.budgets[i].cost + task.slack[i]);
+    }
+    std::vector<size_t> found;
+    for (size_t i = 0; i < task.items.size(); ++i) {
+        const __int128 tokens_left = largest.tokens - task.items[i].piece.tokens();
+        const __int128 cost_left = largest.cost - task.items[i].cost;
+        if (tokens_left < 0 || cost_left * company.tokens < tokens_left * company.cost) {
+            found.push_back(i);
         }
-        return split;
     }
-    for (size_t i = task.num_long; i > 0; --i) {
-        split.push_back(share_out(task.items[i - 1], {0, 0}, budgets));
-    }
-    return split;
+    return found;
 }
 
-// The three steps.
-Placement place(const QueryModel& model, const Task& task, Order order,
-                const PlaceOptions& options) {
+// The three steps. Long items choose their ranks in the order given, dense ones with room for
+// company.
+Placement place(const QueryModel& model, const Task& task, const std::vector<size_t>& order,
+                const Company& company, const PlaceOptions& options) {
     std::vector<Budget> budgets = task.budgets;
     Placement placement(budgets.size());
-    std::vector<SplitItem> split = share_out_long(task, order, budgets);
-    const std::vector<Item> left =
-        place_whole(task.items, task.num_long, task.slack, budgets, placement);
+    std::vector<bool> is_long(task.items.size(), false);
+    std::vector<SplitItem> split;
+    for (const size_t i : order) {
+        is_long[i] = true;
+        const Company& beside = task.is_dense(task.items[i]) ? company : kFree;
+        split.push_back(share_out(task.items[i], beside, budgets));
+    }
+    const std::vector<Item> left = place_whole(task.items, is_long, task.slack, budgets, placement);
     fill_up(left, budgets, split);
     cut_items(model, std::move(split), {options.block_size, task.slack, options.overhead}, budgets,
               placement);
@@ -136,6 +111,7 @@ struct Score {
 Score score(const QueryModel& model, const Task& task, const Placement& placement) {
     Score found = {0, 0};
     std::vector<Run> runs;
+    runs.reserve(2 * task.items.size());
     for (size_t bin = 0; bin < placement.size(); ++bin) {
         int64_t cost = 0;
         for (const Piece& piece : placement[bin]) {
@@ -156,11 +132,17 @@ Score score(const QueryModel& model, const Task& task, const Placement& placemen
 Placement place_items(const QueryModel& model, const std::vector<Item>& items,
                       const std::vector<Budget>& budgets, const PlaceOptions& options) {
     const Task task = make_task(items, budgets, options.tolerance);
-    Placement shortest = place(model, task, Order::kShortestFirst, options);
-    if (task.num_long == 0 || task.items.size() == 1) return shortest;
-    Placement dense = place(model, task, Order::kDenseFirst, options);
-    const bool is_dense_better = score(model, task, dense) < score(model, task, shortest);
-    return is_dense_better ? std::move(dense) : std::move(shortest);
+    // The dearest first, with room for those below the mean density.
+    const Company sparse = sparse_items(task);
+    const std::vector<size_t> dense = long_items(task, sparse);
+    Placement by_density = place(model, task, dense, sparse, options);
+    if (dense.empty() || items.size() == 1) return by_density;
+    // The shortest first, each on the fewest ranks that can take it.
+    std::vector<size_t> too_long = long_items(task, kFree);
+    std::reverse(too_long.begin(), too_long.end());
+    Placement by_length = place(model, task, too_long, kFree, options);
+    const bool is_first_better = score(model, task, by_density) < score(model, task, by_length);
+    return is_first_better ? std::move(by_density) : std::move(by_length);
 }
 
 }  // namespace splitkv::planner

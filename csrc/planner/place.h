@@ -14,9 +14,9 @@ struct PlaceOptions {
     std::vector<int64_t> overhead;  // what was taken off each bin's budget for rows and runs
 };
 
-// Places items on bins (ranks, or nodes of them) whose tokens sum to those of the items. Documents
-// that no bin can hold choose their ranks in two orders; the placement that is within tolerance
-// wins, or that makes fewer query rows travel.
+// Places items, given the dearest first, on bins (ranks, or nodes of them) whose tokens sum to
+// theirs. Documents that no bin can hold well choose their ranks in two orders; the placement that
+// is within tolerance wins, or that makes fewer query rows travel.
 Placement place_items(const QueryModel& model, const std::vector<Item>& items,
                       const std::vector<Budget>& budgets, const PlaceOptions& options);
 

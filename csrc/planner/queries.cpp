@@ -8,11 +8,6 @@
 namespace splitkv::planner {
 namespace {
 
-// Sum of first + (first - 1) + ... over `count` terms.
-int64_t falling_sum(int64_t first, int64_t count) {
-    return count * first - count * (count - 1) / 2;
-}
-
 // Key j of a document of `len` tokens is seen by min(size, len - j) rows, both when a row sees the
 // last `size` keys (window) and when only the last `size` rows are queries (suffix).
 int64_t banded_pairs_before(int64_t len, int64_t size, int64_t x) {
@@ -176,10 +171,6 @@ int64_t QueryModel::pairs_before(int64_t doc, int64_t x) const {
         }
     }
     return 0;
-}
-
-int64_t QueryModel::pairs_in(int64_t doc, Range keys) const {
-    return pairs_before(doc, keys.end) - pairs_before(doc, keys.begin);
 }
 
 Range QueryModel::rows_seeing(int64_t doc, Range keys) const {

@@ -5,6 +5,7 @@
 // `num_rows(doc)` rows a document. For self-attention specs both streams are the same tokens.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -30,6 +31,11 @@ struct QuerySpec {
                                             // length in each document, [num_docs]
 };
 
+// Sum of first + (first - 1) + ... over `count` terms.
+inline int64_t falling_sum(int64_t first, int64_t count) {
+    return count * first - count * (count - 1) / 2;
+}
+
 // All methods are exact in int64: the constructor throws for packs whose query rows times keys
 // reach kMaxCount. Ranges are inside one document, counted from its first row or key.
 class QueryModel {
@@ -51,7 +57,14 @@ class QueryModel {
     // Number of visible (row, key) pairs of `doc` whose key lies before position `x`.
     int64_t pairs_before(int64_t doc, int64_t x) const;
     // Visible pairs whose key lies in `keys`: the cost of a KV block.
-    int64_t pairs_in(int64_t doc, Range keys) const;
+    int64_t pairs_in(int64_t doc, Range keys) const {
+        if (spec_.kind == QueryKind::kCausal) {
+            const int64_t len = doc_lens_[doc];
+            const int64_t begin = std::min(keys.begin, len), end = std::min(keys.end, len);
+            return falling_sum(len - begin, end - begin);
+        }
+        return pairs_before(doc, keys.end) - pairs_before(doc, keys.begin);
+    }
     // Query rows of `doc` that see at least one key of `keys` (one range, for every spec).
     Range rows_seeing(int64_t doc, Range keys) const;
 

@@ -25,7 +25,7 @@ bool has_less_room(const Candidate& a, const Candidate& b) {
 // x * item.cost + (budget.tokens - x * tokens) * density = budget.cost.
 int64_t room(const Item& item, const Company& company, const Budget& budget) {
     const auto company_on = [&company](int64_t tokens) {
-        return company.tokens == 0 ? 0 : fraction_of(company.cost, tokens, company.tokens);
+        return fraction_of(company.cost, tokens, company.tokens);
     };
     const int64_t tokens = item.piece.tokens();
     const int64_t by_tokens = fraction_of(kWhole, std::min(budget.tokens, tokens), tokens);

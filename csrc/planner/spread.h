@@ -23,8 +23,9 @@ struct SplitItem {
 // Cost per token of what will be placed beside an item on its ranks: cost / tokens.
 struct Company {
     int64_t cost;
-    int64_t tokens;
+    int64_t tokens;  // at least 1
 };
+constexpr Company kFree = {0, 1};  // costs nothing
 
 // Chooses the fewest ranks that can take an item, those with the most room, and shares it in
 // proportion to the room. Room is for the item's tokens and cost, and for company that fills the

@@ -69,13 +69,14 @@ class DensestRank {
 
 }  // namespace
 
-std::vector<Item> place_whole(const std::vector<Item>& items, size_t first,
+std::vector<Item> place_whole(const std::vector<Item>& items, const std::vector<bool>& is_long,
                               const std::vector<int64_t>& slack, std::vector<Budget>& budgets,
                               Placement& placement) {
     DensestRank ranks(budgets);
     std::vector<Item> left;
     std::vector<int64_t> refused;
-    for (size_t i = first; i < items.size(); ++i) {
+    for (size_t i = 0; i < items.size(); ++i) {
+        if (is_long[i]) continue;
         const Item& item = items[i];
         const int64_t tokens = item.piece.tokens();
         bool is_placed = false;

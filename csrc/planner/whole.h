@@ -8,11 +8,11 @@
 
 namespace splitkv::planner {
 
-// Places items from `first` on whole, in the order given (dearest first), each on the rank whose
+// Places items that are not long whole, in the order given (dearest first), each on the rank whose
 // remaining budget is densest in cost per token: longest-processing-time-first for two budgets at
 // once. An item must fit the tokens, and the cost within `slack`; what fits no rank is returned, in
 // order. Ties go to the lower rank. Takes what it places off the budgets.
-std::vector<Item> place_whole(const std::vector<Item>& items, size_t first,
+std::vector<Item> place_whole(const std::vector<Item>& items, const std::vector<bool>& is_long,
                               const std::vector<int64_t>& slack, std::vector<Budget>& budgets,
                               Placement& placement);
 

@@ -14,6 +14,7 @@ import torch
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.errors import UnsupportedError
 from megatron_splitkv.mcore.argument_refusals import OTHER_IMPL, refuse_unsupported_args
+from megatron_splitkv.mcore.timing import timing_from_args
 
 IMPLEMENTATIONS = ("megatron", "splitkv")
 
@@ -83,11 +84,12 @@ def add_splitkv_args(parser: ArgumentParser) -> ArgumentParser:
         type=int,
         default=defaults.num_stages,
         metavar="N",
-        help="exchanges that the other ranks' queries are cut into: 1 is everything at once, 8 "
-        "takes less memory and overlaps more (default: as many that each brings at most half the "
+        help="most exchanges that the other ranks' queries are cut into: 1 is everything at once, "
+        "8 takes less memory and overlaps more (default: as many that each brings at most half the "
         "rows of a rank)",
     )
     _add_exchange_args(group, defaults)
+    _add_balance_args(group, defaults)
     return parser
 
 
@@ -117,6 +119,25 @@ def _add_exchange_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
         "(default: gather them again)",
     )
     group.add_argument(
+        "--splitkv-check-plan",
+        default=defaults.check_plan,
+        metavar="{first,always}",
+        help="compare the ranks' plans at the first microbatch, or at each new plan, which costs "
+        "a small exchange (default: %(default)s)",
+    )
+    group.add_argument(
+        "--splitkv-mtp-normalization",
+        default=defaults.mtp_normalization,
+        metavar="{global,megatron}",
+        help="scale multi-token-prediction losses by token counts of the whole sequence, as "
+        "without context parallelism, or by each rank's own, as Megatron does "
+        "(default: %(default)s)",
+    )
+
+
+def _add_balance_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
+    """What the planner balances, and how closely."""
+    group.add_argument(
         "--splitkv-balance-tolerance",
         type=float,
         default=defaults.balance_tolerance,
@@ -134,19 +155,18 @@ def _add_exchange_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
         "(default: none, all ranks are equally near)",
     )
     group.add_argument(
-        "--splitkv-check-plan",
-        default=defaults.check_plan,
-        metavar="{first,always}",
-        help="compare the ranks' plans at the first microbatch, or at each new plan, which costs "
-        "a small exchange (default: %(default)s)",
+        "--splitkv-rank-speeds",
+        default="",
+        metavar="S,S,...",
+        help="relative speed of each context-parallel rank, such as 1,1,0.8,1: a slower one gets "
+        "less of the work, as far as keys differ in cost; tokens stay equal (default: all alike)",
     )
     group.add_argument(
-        "--splitkv-mtp-normalization",
-        default=defaults.mtp_normalization,
-        metavar="{global,megatron}",
-        help="scale multi-token-prediction losses by token counts of the whole sequence, as "
-        "without context parallelism, or by each rank's own, as Megatron does "
-        "(default: %(default)s)",
+        "--splitkv-calibration",
+        default=None,
+        metavar="FILE",
+        help="kernel times that tools/calibrate.py measured, the same file for all ranks: each "
+        "pack takes the tolerance with the least predicted time (default: none)",
     )
 
 
@@ -164,9 +184,20 @@ def splitkv_config_from_args(args: Namespace) -> SplitKVConfig:
         keep_queries=args.splitkv_keep_queries,
         balance_tolerance=args.splitkv_balance_tolerance,
         ranks_per_node=args.splitkv_ranks_per_node,
+        rank_speeds=_rank_speeds(args.splitkv_rank_speeds),
         check_plan=args.splitkv_check_plan,
         mtp_normalization=args.splitkv_mtp_normalization,
     )
+
+
+def _rank_speeds(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(speed) for speed in text.split(",")) if text else ()
+    except ValueError:
+        raise ValueError(
+            f"--splitkv-rank-speeds={text} must be numbers between commas, one for each rank of "
+            "--context-parallel-size"
+        ) from None
 
 
 def validate_splitkv_args(args: Namespace) -> list[str]:
@@ -183,15 +214,44 @@ def validate_splitkv_args(args: Namespace) -> list[str]:
         UnsupportedError: a setting that Split-KV would not honour.
     """
     _check_impl(args.context_parallel_impl)
-    splitkv_config_from_args(args)
+    config = splitkv_config_from_args(args)
     refuse_unsupported_args(args)
-    _check_nodes(args)
+    timing_from_args(args)
+    _check_nodes(args, config)
     _check_lengths(args)
     _check_rotary(args)
     if is_packed(args):
         _check_packed(args)
     _check_loss(args)
     return _switch_defaults(args)
+
+
+def settle_transport(args: Namespace) -> list[str]:
+    """Keeps symmetric memory from interleaved pipelines; call it after Megatron's validation.
+
+    Its buffers grow by waiting for the device, on all ranks of the group. An interleaved schedule
+    keeps receives posted while layers run, and the wait would include them: two stages could wait
+    for each other.
+
+    Args:
+        args: validated arguments, changed in place.
+    Returns:
+        One sentence if the transport was chosen here.
+    Raises:
+        UnsupportedError: symmetric memory was asked for.
+    """
+    if args.virtual_pipeline_model_parallel_size is None:
+        return []
+    if args.splitkv_transport == "symmetric":
+        raise UnsupportedError(
+            "--splitkv-transport=symmetric does not work with virtual pipeline stages: its buffers "
+            "grow by waiting for the device, which has receives of other stages to wait for; use "
+            "nccl"
+        )
+    if args.splitkv_transport != "auto" or args.distributed_backend != "nccl":
+        return []
+    args.splitkv_transport = "nccl"
+    return ["set --splitkv-transport nccl: symmetric memory does not suit interleaved pipelines"]
 
 
 def check_stock_context_parallelism(args: Namespace) -> None:
@@ -228,8 +288,13 @@ def _check_impl(impl: str) -> None:
         )
 
 
-def _check_nodes(args: Namespace) -> None:
-    per_node, cp_size = args.splitkv_ranks_per_node, args.context_parallel_size
+def _check_nodes(args: Namespace, config: SplitKVConfig) -> None:
+    per_node, cp_size = config.ranks_per_node, args.context_parallel_size
+    if config.rank_speeds and len(config.rank_speeds) != cp_size:
+        raise ValueError(
+            f"--splitkv-rank-speeds names {len(config.rank_speeds)} ranks, and "
+            f"--context-parallel-size={cp_size} has {cp_size}; give a speed for each"
+        )
     if per_node is not None and cp_size % per_node:
         raise ValueError(
             f"--splitkv-ranks-per-node={per_node} must divide --context-parallel-size={cp_size}: "

@@ -7,7 +7,7 @@ in any order, and each model may have a book of its own.
 
 from collections.abc import Hashable, MutableMapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,7 @@ from megatron_splitkv.comm import (
 )
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
-from megatron_splitkv.plan import Causal, Machine, Plan, PlanCache, Queries, make_plan
+from megatron_splitkv.plan import Causal, Plan, PlanCache, Planner, Queries, Timing
 
 MAX_PLAN_BYTES = 16 << 20  # packed plans also live by their tensor
 
@@ -35,11 +35,18 @@ class PlanBook:
         config: settings of the run.
         queries: the mask that placement balances; a model that mixes window and full layers
             balances the full ones.
+        timing: where it is given, each plan takes the tolerance of the least predicted time.
     """
 
-    def __init__(self, config: SplitKVConfig | None = None, queries: Queries | None = None) -> None:
+    def __init__(
+        self,
+        config: SplitKVConfig | None = None,
+        queries: Queries | None = None,
+        timing: Timing | None = None,
+    ) -> None:
         self.config = config or SplitKVConfig()
         self.queries = queries or Causal()
+        self.timing = timing
         self._plans = PlanCache(MAX_PLAN_BYTES)
         self._by_tensor: MutableMapping[Tensor, _TensorPlans] = WeakIdKeyDictionary()
         # Index tensors on the device: they go with the last user of their plan.
@@ -48,6 +55,29 @@ class PlanBook:
         )
         self._checked_groups: set[ProcessGroup] = set()
         self._transports: dict[tuple[ProcessGroup, torch.device], Transport | None] = {}
+
+    def planner(self, cp_size: int) -> Planner:
+        """What makes this book's plans; a data loader's worker can call a pickled one."""
+        return Planner(
+            cp_size=cp_size, config=self.config, queries=self.queries, timing=self.timing
+        )
+
+    def remember(self, plan: Plan) -> None:
+        """Takes the plan of a packed microbatch that this book's planner made elsewhere.
+
+        `packed` then finds it by the documents and need not make it. Ranks that were given none,
+        such as those that Megatron broadcasts the batch to, make the same one themselves.
+
+        Raises:
+            ValueError: the plan is not one of this book's planner.
+        """
+        if plan.queries != self.queries or plan.padded_lens != plan.doc_lens:
+            raise ValueError(
+                f"a plan of {plan.queries} is not of this run, which places {self.queries}; make "
+                "it with PlanBook.planner"
+            )
+        ends = tuple(accumulate(plan.doc_lens, initial=0))
+        self._plans.get((ends, plan.cp_size), lambda: plan)
 
     def packed(self, cu_seqlens: Tensor, cp_group: ProcessGroup) -> Plan:
         """The plan of a packed microbatch.
@@ -69,7 +99,7 @@ class PlanBook:
             return known.plans[window]
         ends = cu_seqlens.flatten().tolist()
         plan, _ = self._plans.get(
-            (tuple(ends), cp_group.size()), lambda: self._plan(_lengths(ends), cp_group.size())
+            (tuple(ends), cp_group.size()), lambda: self.planner(cp_group.size())(_lengths(ends))
         )
         self._check(plan, cp_group, cu_seqlens.device)
         if known.version is not None:
@@ -98,7 +128,7 @@ class PlanBook:
             )
         plan, is_new = self._plans.get(
             (seq_len, batch_size, cp_size),
-            lambda: self._plan([seq_len], cp_size).repeated(batch_size),
+            lambda: self.planner(cp_size)([seq_len]).repeated(batch_size),
         )
         if is_new or cp_group not in self._checked_groups:
             self._check(plan, cp_group, device)
@@ -140,16 +170,6 @@ class PlanBook:
         self._by_tensor.clear()
         self._checked_groups.clear()
         self._transports.clear()
-
-    def _plan(self, doc_lens: list[int], cp_size: int) -> Plan:
-        return make_plan(
-            doc_lens,
-            cp_size,
-            queries=self.queries,
-            block_size=self.config.block_size,
-            tolerance=self.config.balance_tolerance,
-            machine=Machine(ranks_per_node=self.config.ranks_per_node),
-        )
 
     def _check(self, plan: Plan, cp_group: ProcessGroup, device: torch.device) -> None:
         if self.config.check_plan == "first" and cp_group in self._checked_groups:

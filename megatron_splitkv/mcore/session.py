@@ -6,6 +6,7 @@ from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.mcore.arguments import splitkv_config_from_args
 from megatron_splitkv.mcore.module import SplitKVAttention
 from megatron_splitkv.mcore.plans import PlanBook
+from megatron_splitkv.mcore.timing import timing_from_args
 from megatron_splitkv.plan import Causal, Plan, Queries, Window, plan_exchange
 from megatron_splitkv.plan.report import AttentionShape, report_plan
 
@@ -27,7 +28,9 @@ class Session:
             args: Megatron's, with ours.
             num_hooks: replacements in force, for the start-up line.
         """
-        self._book = PlanBook(splitkv_config_from_args(args), _placement_queries(args))
+        self._book = PlanBook(
+            splitkv_config_from_args(args), _placement_queries(args), timing_from_args(args)
+        )
         self._attention = SplitKVAttention.with_book(self._book, self._on_call)
         self._num_hooks = num_hooks
         self._announces = args.rank == 0

@@ -3,6 +3,7 @@
 from megatron_splitkv.plan.cache import PlanCache
 from megatron_splitkv.plan.exchange import RowExchange, plan_exchange
 from megatron_splitkv.plan.plan import Machine, Plan, make_plan, plan_from_json
+from megatron_splitkv.plan.planner import Planner, Timing
 from megatron_splitkv.plan.queries import (
     Anchors,
     Causal,
@@ -21,10 +22,12 @@ __all__ = [
     "Machine",
     "Plan",
     "PlanCache",
+    "Planner",
     "Prefix",
     "Queries",
     "RowExchange",
     "Suffix",
+    "Timing",
     "Window",
     "is_self_attention",
     "make_plan",

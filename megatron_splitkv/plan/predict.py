@@ -111,6 +111,21 @@ def read_calibration(path: str | Path) -> Calibration:
         raise ValueError(f"{path}: {error}; make it with tools/calibrate.py") from None
 
 
+def check_measured(calibration: Calibration, shape: AttentionShape) -> None:
+    """Refuses a calibration that says nothing about attention of this shape.
+
+    Raises:
+        ValueError: it is of another head dim or dtype.
+    """
+    measured = (calibration.head_dim, calibration.head_dim, calibration.dtype)
+    if (shape.head_dim_qk, shape.head_dim_v, shape.dtype) != measured:
+        raise ValueError(
+            f"calibration of head_dim={calibration.head_dim} and {calibration.dtype} says nothing "
+            f"about head dims {shape.head_dim_qk} and {shape.head_dim_v} in {shape.dtype}; "
+            "calibrate with these"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Predicted times of one attention layer, forward and backward, in microseconds.
@@ -249,13 +264,7 @@ def predict_layer(
     Raises:
         ValueError: the calibration is of another head dim or dtype.
     """
-    measured = (calibration.head_dim, calibration.head_dim, calibration.dtype)
-    if (shape.head_dim_qk, shape.head_dim_v, shape.dtype) != measured:
-        raise ValueError(
-            f"calibration of head_dim={calibration.head_dim} and {calibration.dtype} says nothing "
-            f"about head dims {shape.head_dim_qk} and {shape.head_dim_v} in {shape.dtype}; "
-            "calibrate with these"
-        )
+    check_measured(calibration, shape)
     return predict_load(layer_load(plan, shape, config), calibration, rank_speeds, network)
 
 

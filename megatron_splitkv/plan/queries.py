@@ -4,6 +4,7 @@ A spec is either of *self-attention* (every token is a query row and a KV row) o
 attention* (the query rows are a stream of their own that attends to the documents' keys).
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -35,9 +36,8 @@ def whole_numbers(name: str, values: Iterable[SupportsIndex]) -> tuple[int, ...]
     values = tuple(values)
     try:
         numbers = tuple(map(index, values))
-    except TypeError:
-        numbers = ()
-    if len(numbers) < len(values) or max(map(abs, numbers), default=0) > INT64_MAX:
+        array("q", numbers)  # all of them fit
+    except (TypeError, OverflowError):
         return tuple(whole_number(name, value) for value in values)  # names the bad one
     return numbers
 
@@ -139,19 +139,20 @@ def build_model(
             ascend inside their document, prefixes longer than theirs, or 2**61 rows times keys.
     """
     name = type(queries).__name__.lower()
+    pads = None if padded_lens is doc_lens else padded_lens  # converted once where equal
     match queries:
         case Window(size=size):
-            return _planner.QueryModel(doc_lens, padded_lens, name, size)
+            return _planner.QueryModel(doc_lens, pads, name, size)
         case Suffix(num_rows=size):
-            return _planner.QueryModel(doc_lens, padded_lens, name, size)
+            return _planner.QueryModel(doc_lens, pads, name, size)
         case Prefix(lengths=lengths):
             prefixes = whole_numbers("prefix length", lengths)
-            return _planner.QueryModel(doc_lens, padded_lens, name, anchor_positions=prefixes)
+            return _planner.QueryModel(doc_lens, pads, name, anchor_positions=prefixes)
         case Anchors(positions=positions, rows_per_anchor=size):
             pointers = [0]
             for anchors in positions:
                 pointers.append(pointers[-1] + len(anchors))
             flat = whole_numbers("anchor position", chain.from_iterable(positions))
-            return _planner.QueryModel(doc_lens, padded_lens, name, size, pointers, flat)
+            return _planner.QueryModel(doc_lens, pads, name, size, pointers, flat)
         case _:
-            return _planner.QueryModel(doc_lens, padded_lens, name)
+            return _planner.QueryModel(doc_lens, pads, name)

@@ -2,10 +2,11 @@
 
 import gc
 import hashlib
+import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
-from megatron_splitkv.comm import Counts, PassingTransport, Pending, Transport, transport_of
+from megatron_splitkv.comm import (
+    Counts,
+    PassingTransport,
+    Pending,
+    ProcessGroupTransport,
+    Transport,
+    transport_of,
+)
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
 from megatron_splitkv.plan import Causal, Full, Window, make_plan
@@ -29,7 +37,7 @@ each_transport = pytest.mark.parametrize("choice", ["nccl", "symmetric"])
 
 HEADS = Heads(q=4, kv=2, dim_qk=128, dim_v=128)
 LATE_S, SHORT_TIMEOUT_S = 20.0, 10.0  # the first call also sets the communicator up
-END_S = 60.0  # NCCL's watchdog writes down what hung before it ends the process
+END_S = 40.0
 
 
 def on_gpus(choice: str, body: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> Any:
@@ -45,21 +53,29 @@ def on_gpus(choice: str, body: Callable[..., Any], *arguments: Any, timeout_s: f
 
 @dataclass
 class DelayedTransport(PassingTransport):
-    """Puts random pauses of up to 5 ms before each collective and behind it, and in between on a
-    stream that only the collective waits for."""
+    """Puts random pauses of up to 5 ms before each collective and behind it.
+
+    Attributes:
+        draw: how long they are.
+        side: if given, the stream that collectives start from, with a pause that nothing else
+            waits for; a collective of NCCL may be waited for by another stream than that.
+    """
 
     draw: random.Random
-    side: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
+    side: torch.cuda.Stream | None = None
 
     def pause(self) -> None:
         torch.cuda._sleep(self.draw.randrange(8_000_000))
 
     def late(self, start: Callable[[], Pending]) -> Pending:
         self.pause()
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            self.pause()
+        if self.side is None:
             pending = start()
+        else:
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
+                self.pause()
+                pending = start()
 
         def finish() -> Tensor:
             rows = pending.wait()
@@ -82,9 +98,10 @@ def hashes_of_repeats(transport: Transport, num_repeats: int, is_delayed: bool) 
     plan = make_plan([3000, 1096], 2)
     inputs = random_inputs(plan, HEADS, torch.bfloat16, seed=22)
     found = set()
+    side = torch.cuda.Stream() if isinstance(transport, ProcessGroupTransport) else None
     for repeat in range(num_repeats):
         draw = random.Random(100 * repeat + transport.rank)
-        wrapped = DelayedTransport(transport, draw) if is_delayed else transport
+        wrapped = DelayedTransport(transport, draw, side) if is_delayed else transport
         digest = hashlib.sha256()
         for part in run_rank(plan, inputs, wrapped, SplitKVConfig(), device="cuda"):
             if part is not None:
@@ -225,7 +242,12 @@ def test_a_rank_that_is_late_changes_nothing(choice):
 
 
 def stopping_rank(choice: str, how: str) -> None:
-    """Rank 1 stalls or raises before its second call, under a short timeout."""
+    """Rank 1 stalls or raises before its second call, under a short timeout.
+
+    torch's watchdog sees the timeout of a collective of NCCL when it is due. By default it ends the
+    process a minute later, a minute for ranks to write down what hung.
+    """
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
 
     def body(transport: Transport) -> None:
         late_rank(transport, 0.0)
@@ -240,6 +262,7 @@ def stopping_rank(choice: str, how: str) -> None:
 @pytest.mark.parametrize(("how", "grace_s"), [("stalls", 1.0), ("raises", END_S)])
 def test_a_rank_that_stops_ends_the_other_within_the_timeout(monkeypatch, choice, how, grace_s):
     monkeypatch.setattr(gloo, "GRACE_S", grace_s)  # after the first failure: time for the other
+    gloo._close_all()  # the watchdog's settings are those of a process's first group
     start = time.monotonic()
     survivor, stopped = run_outcomes(2, stopping_rank, choice, how, timeout_s=2 * END_S)
     seconds = time.monotonic() - start

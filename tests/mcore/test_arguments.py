@@ -41,6 +41,7 @@ def test_every_argument_reaches_the_config(parse):
         "--splitkv-block-size 128 --splitkv-stages 2 --splitkv-partial-dtype bf16 "
         "--splitkv-transport gloo "
         "--splitkv-keep-queries --splitkv-balance-tolerance 0.05 --splitkv-ranks-per-node 4 "
+        "--splitkv-rank-speeds 1,0.5 "
         "--splitkv-check-plan always --splitkv-mtp-normalization megatron"
     )
     assert arguments.splitkv_config_from_args(args) == SplitKVConfig(
@@ -51,6 +52,7 @@ def test_every_argument_reaches_the_config(parse):
         keep_queries=True,
         balance_tolerance=0.05,
         ranks_per_node=4,
+        rank_speeds=(1.0, 0.5),
         check_plan="always",
         mtp_normalization="megatron",
     )
@@ -82,6 +84,31 @@ def test_ranks_share_gpus_over_gloo_alone(parse, monkeypatch, backend, num_ranks
     assert any(says in note for note in notes) if says else not any("share" in x for x in notes)
 
 
+@pytest.mark.parametrize(
+    ("backend", "stages", "asked", "chosen"),
+    [
+        ("nccl", 2, "auto", "nccl"),
+        ("nccl", 2, "nccl", "nccl"),
+        ("nccl", None, "auto", "auto"),
+        ("nccl", None, "symmetric", "symmetric"),
+        ("gloo", 2, "auto", "auto"),
+    ],
+)
+def test_interleaved_pipelines_keep_off_symmetric_memory(parse, backend, stages, asked, chosen):
+    args = parse(f"--distributed-backend {backend} --splitkv-transport {asked}")
+    args.virtual_pipeline_model_parallel_size = stages
+    notes = arguments.settle_transport(args)
+    assert args.splitkv_transport == chosen
+    assert len(notes) == (asked != chosen)
+
+
+def test_symmetric_memory_with_interleaved_pipelines_is_refused(parse):
+    args = parse("--splitkv-transport symmetric")
+    args.virtual_pipeline_model_parallel_size = 2
+    with pytest.raises(UnsupportedError, match=r"transport=symmetric .* virtual .*; use nccl"):
+        arguments.settle_transport(args)
+
+
 def test_yaml_is_refused():
     with pytest.raises(UnsupportedError, match=r"--yaml-cfg run.yaml bypasses the checks"):
         arguments.check_command_line(["--yaml-cfg", "run.yaml"])
@@ -106,6 +133,9 @@ def test_yaml_is_refused():
             r"--splitkv-ranks-per-node=3 must divide --context-parallel-size=\d",
         ),
         ("--splitkv-ranks-per-node 0", r"ranks_per_node=0 must be at least 1"),
+        ("--splitkv-rank-speeds 1,fast", r"--splitkv-rank-speeds=1,fast must be numbers between"),
+        ("--splitkv-rank-speeds 1,0", r"rank_speeds=\(1.0, 0.0\) must be positive and finite"),
+        ("--splitkv-rank-speeds 1,1,1", r"names 3 ranks, and --context-parallel-size=2 has 2"),
         ("--splitkv-balance-tolerance 2", r"balance_tolerance=2.0 must lie in \[0, 1\]"),
         ("--splitkv-check-plan never", r"check_plan='never' is unknown"),
         ("--context-parallel-impl ring", r"impl ring is unknown"),
@@ -252,7 +282,7 @@ def test_stock_context_parallelism_needs_a_gpu(parse, monkeypatch, has_gpu, has_
 
 def test_every_argument_has_help_with_its_default(parser):
     ours = [a for a in parser._actions if any("--splitkv-" in o for o in a.option_strings)]
-    assert len(ours) == 9
+    assert len(ours) == 11
     assert all("default" in (action.help or "") for action in ours)
 
 

@@ -5,10 +5,12 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.mcore.plans import PlanBook
-from megatron_splitkv.plan import Causal, Machine, Window, make_plan
+from megatron_splitkv.plan import Causal, Machine, Plan, Planner, Window, make_plan
 from tests.gloo import run_gloo
 
 
@@ -75,3 +77,48 @@ def test_a_missing_backend_is_refused_with_the_first_plan():
     message = "transport='nccl' needs a process group with that backend, got gloo"
     for said in run_gloo(2, missing_backend):
         assert re.match(message, said)
+
+
+PACKS = ([500, 300, 224], [700, 100, 100, 124])
+
+
+class PlannedPacks(Dataset[tuple[Tensor, Plan]]):
+    """Packs whose plans a worker makes."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+
+    def __len__(self) -> int:
+        return len(PACKS)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Plan]:
+        assert get_worker_info() is not None
+        return torch.tensor([0, *PACKS[index]]).cumsum(0).int(), self.planner(PACKS[index])
+
+
+CHECKED = SplitKVConfig(block_size=64, check_plan="always")
+
+
+def takes_plans(batches: list[tuple[Tensor, Plan]]) -> list[bool]:
+    """Whether the second rank takes plans that were made before; the first makes its own."""
+    book, group = PlanBook(CHECKED), dist.group.WORLD
+    found: list[bool] = []
+    for ends, plan in batches:
+        if dist.get_rank() == 1:
+            book.remember(plan)
+        found.append(book.packed(ends, group) is plan)
+    return found
+
+
+def test_plans_of_a_worker_reach_training():
+    planner = PlanBook(CHECKED).planner(cp_size=2)
+    batches = list(DataLoader(PlannedPacks(planner), batch_size=None, num_workers=1))
+    assert [plan for _, plan in batches] == [planner(lens) for lens in PACKS]
+    assert run_gloo(2, takes_plans, batches) == [[False, False], [True, True]]
+
+
+def test_plan_of_another_mask_is_not_remembered():
+    plan = Planner(cp_size=2, queries=Window(64))([512])
+    message = "a plan of Window(size=64) is not of this run, which places Causal(); make it with"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PlanBook().remember(plan)

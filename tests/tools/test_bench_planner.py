@@ -42,3 +42,4 @@ def test_a_quick_run_prints_tables():
     assert run.returncode == 0, run.stderr
     assert "### one document, window 4096" in run.stdout
     assert run.stdout.count("| split-KV |") == 7
+    assert run.stdout.count("| nodes of 4 |") == run.stdout.count("| ranks alike |") == 4

@@ -1,0 +1,48 @@
+"""A run's planner: pickled, called in a worker, and no other than `make_plan`."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.plan import Causal, Planner, Timing, Window, make_plan
+from megatron_splitkv.plan.predict import Calibration
+from megatron_splitkv.plan.report import AttentionShape
+
+LENS = [3000, 2000, 900, 800, 700, 500, 200, 92]
+
+
+def test_defaults_are_those_of_make_plan():
+    assert Planner(cp_size=4)(LENS) == make_plan(LENS, 4)
+
+
+def test_settings_reach_the_plan():
+    config = SplitKVConfig(block_size=64, balance_tolerance=0.05)
+    found = Planner(cp_size=4, config=config, queries=Window(256))(LENS)
+    assert found == make_plan(LENS, 4, queries=Window(256), block_size=64, tolerance=0.05)
+    assert found != Planner(cp_size=4, config=config, queries=Causal())(LENS)
+
+
+def test_a_pickled_planner_plans_where_there_is_no_torch():
+    planner = Planner(cp_size=4, config=SplitKVConfig(balance_tolerance=0.05))
+    program = (
+        "import pickle, sys; sys.modules['torch'] = None; "
+        f"print(pickle.loads({pickle.dumps(planner)!r})({LENS}).fingerprint)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == planner(LENS).fingerprint
+
+
+def test_calibration_of_another_head_dim_is_refused():
+    calibration = Calibration(
+        device="made up", dtype="bf16", head_dim=64, num_heads_q=2, num_heads_kv=2, pair_ns=0.01,
+        row_ns=2.0, run_ns=30.0, base_ns=500.0, worst_error=0.0, link_gb_per_s=10.0,
+        link_latency_us=1.0, source="by hand",
+    )  # fmt: skip
+    shape = AttentionShape(num_heads_q=2, head_dim_qk=128, head_dim_v=128, dtype="bf16")
+    with pytest.raises(ValueError, match="head_dim=64 and bf16 says nothing about head dims 128"):
+        Timing(calibration=calibration, shape=shape)
