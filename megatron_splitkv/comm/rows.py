@@ -66,6 +66,9 @@ class RowFormat:
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         """Views the fields of packed rows, `[num_rows, *shape]` each; no copy."""
+        if len(self.fields) == 1 and not _inside(self).has_gaps:
+            ((shape, dtype),) = self.fields
+            return [packed.view(dtype).view(len(packed), *shape)]
         return [
             packed[:, begin:end].view(dtype).view(len(packed), *shape)
             for (shape, dtype), (begin, end) in zip(self.fields, _inside(self).places, strict=True)

@@ -19,7 +19,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
@@ -37,11 +36,11 @@ from megatron_splitkv.comm.transport import Counts, Pending
 from megatron_splitkv.comm.watchdog import Watchdog
 from megatron_splitkv.errors import UnsupportedError
 
-# Collectives that are in flight at once in `attention.py`: two gathers and a return.
-NUM_IN_FLIGHT = 3
+# Of the largest collective a buffer holds so many: a gather and, half as wide, two returns.
+NUM_HELD = 2
 # A buffer that grows takes as much more: the first rows are of a forward pass, and those of the
-# backward pass are twice as wide.
-ROOM_TO_GROW = 2
+# backward pass are twice as wide and 8 bytes.
+ROOM_TO_GROW = 2.25
 FIRST_BYTES = 1 << 24
 
 
@@ -87,26 +86,24 @@ class SymmetricTransport:
     def send_buffer(self, counts: Counts, row_bytes: int, device: torch.device) -> Tensor:
         """See `Transport.send_buffer`."""
         assert self._prepared is None, "the exchange of a send buffer must follow it"
-        size, _, _ = places_of(counts, self.rank, row_bytes)
-        place = self._take(size, np.flatnonzero(counts[self.rank]).tolist())
-        self._prepared = place
+        self._prepared = self._take(places_of(counts, self.rank, row_bytes))
         num_rows = int(counts[self.rank].sum())
-        return self._at(place, num_rows * row_bytes).view(num_rows, row_bytes)
+        return self._at(self._prepared, num_rows * row_bytes).view(num_rows, row_bytes)
 
     def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
         row_bytes = rows.shape[1]
-        size, begins, coming = places_of(counts, self.rank, row_bytes)
-        received = rows.new_empty(sum(coming) // row_bytes, row_bytes)
-        stream = torch.cuda.current_stream(self._device)
-        target, own = received.data_ptr() + sum(coming[: self.rank]), begins[self.rank]
-        if coming[self.rank]:
-            copy_bytes(stream, target, rows.data_ptr() + own, coming[self.rank])
         place, self._prepared = self._prepared, None
         if place is None:
-            place = self._take(size, np.flatnonzero(counts[self.rank]).tolist())
+            place = self._take(places_of(counts, self.rank, row_bytes))
             self._at(place, rows.numel()).copy_(rows.view(-1))
-        return self._collective(place, received, begins, coming)
+        coming = place.where.coming
+        received = rows.new_empty(sum(coming) // row_bytes, row_bytes)
+        if coming[self.rank]:
+            target = received.data_ptr() + sum(coming[: self.rank])
+            own = rows.data_ptr() + place.where.begins[self.rank]
+            copy_bytes(self._caller, target, own, coming[self.rank])
+        return self._collective(place, received)
 
     def all_gather(self, rows: Tensor) -> Pending:
         """See `Transport.all_gather`."""
@@ -114,23 +111,21 @@ class SymmetricTransport:
         received[self.rank].copy_(rows)
         each = rows.numel()
         assert self._prepared is None, "the exchange of a send buffer must follow it"
-        place = self._take(each, range(self.size) if each else ())
+        readers = [rank for rank in range(self.size) if rank != self.rank and each]
+        place = self._take(Places(each, [0] * self.size, [each] * self.size, readers))
         self._at(place, each).copy_(rows.view(-1))
-        return self._collective(place, received, [0] * self.size, [each] * self.size)
+        return self._collective(place, received)
 
-    def _collective(
-        self, place: "_Place", received: Tensor, begins: Sequence[int], coming: Sequence[int]
-    ) -> Pending:
+    def _collective(self, place: "_Place", received: Tensor) -> Pending:
         """Tells the readers of what lies in the place, and pulls what the others show.
 
         Args:
             place: where the rows are, here and on all ranks.
             received: memory for the rows of each rank, in rank order; the own ones are there.
-            begins: first byte in the place of each rank of what is pulled from it.
-            coming: bytes of it.
         """
-        mine, stream = torch.cuda.current_stream(self._device), self._stream
-        for reader in place.readers:
+        mine, stream = self._caller, self._stream
+        coming, begins = place.where.coming, place.where.begins
+        for reader in place.where.readers:
             write_flag(mine, self._flag(reader, self.rank), place.number)
         stream.wait_stream(mine)  # it owns the memory of `received`
         targets = [received.data_ptr() + before for before in accumulate(coming, initial=0)]
@@ -152,12 +147,9 @@ class SymmetricTransport:
 
         return Pending(finish)
 
-    def _take(self, size: int, readers: Sequence[int]) -> "_Place":
+    def _take(self, where: "Places") -> "_Place":
         """A place in the buffers for the next collective, once nobody reads there any more.
 
-        Args:
-            size: bytes that hold the rows of any rank.
-            readers: ranks that pull from this one.
         Raises:
             UnsupportedError: a CUDA graph is being captured.
         """
@@ -171,13 +163,12 @@ class SymmetricTransport:
             stream.wait_stream(self._caller)
             self._caller = stream
         self._number += 1
-        if NUM_IN_FLIGHT * size > self._regions.capacity:
-            self._grow(ROOM_TO_GROW * NUM_IN_FLIGHT * size)
-        others = tuple(reader for reader in readers if reader != self.rank)
-        begin, waits = self._regions.take(size, self._number, others)
+        if NUM_HELD * where.size > self._regions.capacity:
+            self._grow(int(ROOM_TO_GROW * NUM_HELD * where.size))
+        begin, waits = self._regions.take(where.size, self._number, where.readers)
         for reader, number in waits.items():
             wait_for_flag(stream, self._flag(self.rank, self.size + reader), number)
-        return _Place(begin=begin, number=self._number, readers=others)
+        return _Place(begin=begin, number=self._number, where=where)
 
     def _at(self, place: "_Place", num_bytes: int) -> Tensor:
         """The own rows in a place, `[num_bytes]` uint8."""
@@ -208,18 +199,34 @@ class SymmetricTransport:
         return _Mapped(of=of, handle=handle)
 
 
-class _Place(NamedTuple):
-    """Where the rows of a collective lie, on every rank.
+class Places(NamedTuple):
+    """Where the rows of a collective lie in a region of any rank, in bytes.
 
     Attributes:
-        begin: first byte in the buffers.
-        number: of the collective.
+        size: what holds the rows of any rank.
+        begins: for each rank, where in its region begins what is for this one.
+        coming: how much that is.
         readers: other ranks that pull from this one.
+    """
+
+    size: int
+    begins: Sequence[int]
+    coming: Sequence[int]
+    readers: Sequence[int]
+
+
+class _Place(NamedTuple):
+    """A region of the buffers.
+
+    Attributes:
+        begin: its first byte, on every rank.
+        number: of the collective.
+        where: the rows in it.
     """
 
     begin: int
     number: int
-    readers: tuple[int, ...]
+    where: Places
 
 
 class _Mapped(NamedTuple):
@@ -229,16 +236,16 @@ class _Mapped(NamedTuple):
     handle: object
 
 
-def places_of(counts: Counts, rank: int, row_bytes: int) -> tuple[int, list[int], list[int]]:
-    """Where the rows of an exchange lie, in bytes.
-
-    Returns:
-        The size of a region that holds those of any rank; where in the region of each rank begins
-        what is for this one; and how much that is.
-    """
-    begins = counts[:, :rank].sum(axis=1) * row_bytes
-    coming = counts[:, rank] * row_bytes
-    return int(counts.sum(axis=1).max()) * row_bytes, begins.tolist(), coming.tolist()
+def places_of(counts: Counts, rank: int, row_bytes: int) -> Places:
+    """Where the rows of an exchange lie for this rank."""
+    return Places(
+        size=int(counts.sum(axis=1).max()) * row_bytes,
+        begins=(counts[:, :rank].sum(axis=1) * row_bytes).tolist(),
+        coming=(counts[:, rank] * row_bytes).tolist(),
+        readers=[
+            reader for reader, num in enumerate(counts[rank].tolist()) if num and reader != rank
+        ],
+    )
 
 
 def reason_against(group: ProcessGroup, device: torch.device) -> str | None:
@@ -248,7 +255,8 @@ def reason_against(group: ProcessGroup, device: torch.device) -> str | None:
     """
     if device.type != "cuda":
         return f"it moves rows between GPUs, but the tensors are on {device.type}"
-    index = torch.cuda.current_device() if device.index is None else device.index
+    # A device may come without its number, whatever torch's types say.
+    index = torch.cuda.current_device() if device.index is None else device.index  # pyright: ignore[reportUnnecessaryComparison]
     uuid = _uuid(index)
     everyone = _gathered((_host(), uuid, index), group)
     hosts, devices, indices = zip(*everyone, strict=True)

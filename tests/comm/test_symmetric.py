@@ -86,9 +86,11 @@ def test_a_rank_finds_its_rows_in_what_the_others_show(size):
         for source in range(size)
     ]
     for rank in range(size):
-        region, begins, coming = places_of(counts, rank, row_bytes=16)
-        assert region == max(rows.numel() for rows in shown)
-        for source, (begin, num_bytes) in enumerate(zip(begins, coming, strict=True)):
+        places = places_of(counts, rank, row_bytes=16)
+        assert places.size == max(rows.numel() for rows in shown)
+        due_readers = {peer for peer in range(size) if peer != rank and counts[rank, peer]}
+        assert {*places.readers} == due_readers
+        for source, (begin, num_bytes) in enumerate(zip(places.begins, places.coming, strict=True)):
             due = rows_between(source, rank, int(counts[source, rank]), 16).flatten()
             assert torch.equal(shown[source].flatten()[begin : begin + num_bytes], due)
 
