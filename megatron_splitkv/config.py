@@ -21,14 +21,15 @@ class SplitKVConfig:
             multiples where the balance allows. None takes the largest power of two up to 512 that
             leaves each rank at least 16 blocks.
         num_stages: upper bound on the number of exchanges that the other ranks' query rows are cut
-            into; a group of cp ranks uses `min(num_stages, cp - 1)`. More stages mean smaller
-            buffers and more overlap, and more collectives.
+            into: by rank, and beyond `cp - 1` also by rows. More stages mean smaller buffers and
+            more overlap, and more collectives.
         partial_dtype: wire format of returned partial outputs and query gradients: "fp32", "bf16",
             "fp16" (beside an fp32 scale for each row and head), or "auto", which is fp16 for bf16
             inputs and else fp32. Merging is always done in fp32.
-        transport: "auto" is the backend of the process group, NCCL on GPUs; "nccl" insists on it;
-            "symmetric" has the GPUs of one host read each other's memory by their copy engines;
-            "gloo" stages the rows of a GPU through host memory, for processes that share it.
+        transport: "symmetric" has the GPUs of one host read each other's memory by copy engines;
+            "auto" is that where it can be had, else the backend of the process group, NCCL on
+            GPUs; "nccl" insists on NCCL; "gloo" stages the rows of a GPU through host memory, for
+            processes that share it.
         keep_queries: keep the gathered query rows of the forward pass for the backward pass
             instead of gathering them again: less traffic, more memory.
         balance_tolerance: share by which the dearest rank may exceed the mean cost before the

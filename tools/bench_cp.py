@@ -6,7 +6,8 @@ before it is timed.
 replay  one process, the ranks one after the other on one device: compute and balance are measured
         with the real layouts, up to 64 ranks; what a rank waits for is modelled from --alpha-us,
         --host-gbs and --network-gbs. Launch gaps are not in it: work is queued ahead.
-real    under torchrun, any number of ranks, NCCL or gloo: everything is measured, max over ranks.
+real    under torchrun, any number of ranks, NCCL or gloo: everything is measured, max over ranks;
+        on GPUs what the host takes to queue a step is measured apart.
 
 "% ideal" is an even share of one GPU's step (the same attention at cp 1, measured in the same run)
 over the step; "% ideal compute" is the same over the compute of the slowest rank alone. It can pass

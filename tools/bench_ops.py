@@ -21,7 +21,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -31,7 +31,7 @@ from ops_gate import Sample
 from ops_merge import bench_merge
 from ops_report import beside_aims, markdown
 from ops_shapes import CPU_SHAPES, CUDA_SHAPES, SHAPES, MergeShape, Shape, parse_shape
-from ops_timing import Line, lines_of, time_in_turns
+from ops_timing import Line, believable_tflops, lines_of, time_in_turns
 
 from megatron_splitkv.checks.options import output_file, positive_int
 from megatron_splitkv.checks.processes import choose_device
@@ -102,8 +102,19 @@ class Bench:
                     if call is not None:
                         calls[contestant.name] = call
             times = time_in_turns(calls, self.rounds, self.device)
-            self.lines += lines_of(shape.name, op, times, shape.flop(op, problem.num_pairs))
-            say(f"{shape.name}: {op} of {', '.join(calls)}")
+            self._keep(shape, op, times, shape.flop(op, problem.num_pairs))
+
+    def _keep(self, shape: Shape, op: str, times: Mapping[str, list[float]], flop: float) -> None:
+        """Turns times into lines, and names who has none."""
+        limit = believable_tflops(self.device)
+        lines = lines_of(shape.name, op, times, flop, highest_rate=limit)
+        self.lines += lines
+        for name in times.keys() - {line.contestant for line in lines}:
+            self.notes.append(
+                f"{shape.name}: every round of {name} {op} is beyond {limit:.0f} TFLOP/s, which "
+                "this GPU cannot reach; none is believed"
+            )
+        say(f"{shape.name}: {op} of {', '.join(times)}")
 
     def _runners(self, shape: Shape) -> list[Contestant]:
         refusals = [(c, c.refusal(shape)) for c in self.all]

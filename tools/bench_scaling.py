@@ -3,9 +3,9 @@
 For groups of 1, 2, 4, ... ranks, up to all GPUs: weak scaling with a fixed number of context tokens
 a rank (8192 query rows against all of them; one causal document; packed documents), and strong
 scaling of whole workloads, beside KV ring, KV all-gather, Ulysses and, where it is installed,
-TransformerEngine. Each method is checked against dense fp64 before it is timed. "% ideal" is
-TFLOP/s of a GPU by visible pairs over the best that Split-KV reached on one GPU with workloads of
-that kind.
+TransformerEngine. Each method is checked against dense fp64 and timed as in `bench_cp.py real`.
+"% ideal" is TFLOP/s of a GPU by visible pairs over the best that Split-KV reached on one GPU with
+workloads of that kind, earlier in the same run.
 
 Then the terms of `plan_blocks.py --simulate` are fitted to all groups but the largest, checked on
 that one, and projected to 1024 ranks on nodes of 8. A pair of nodes is not measured: its wire is
@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -103,6 +104,16 @@ def installed_methods() -> list[str]:
     """Ours first; those of TransformerEngine where it is installed."""
     others = [name for name in METHODS if name != OURS]
     return [OURS, *others, *(PEERS if find_spec("transformer_engine") else ())]
+
+
+def versions_of(methods: Sequence[str]) -> dict[str, str]:
+    """Of TransformerEngine, if it takes part."""
+    if not (PEERS.keys() & set(methods) and find_spec("transformer_engine")):
+        return {}
+    try:
+        return {"TransformerEngine": version("transformer_engine")}
+    except PackageNotFoundError:
+        return {"TransformerEngine": "of unknown version"}
 
 
 def group_sizes(device: torch.device) -> list[int]:
@@ -217,6 +228,7 @@ def run(args: argparse.Namespace) -> str:
         raise ValueError(f"--cp {max(sizes)} needs as many GPUs, got {torch.cuda.device_count()}")
     pace = Pace(device=device.type, rounds=args.rounds)
     cases = all_cases(sizes, args.tokens, args.strong, args.rows, methods)
+    weak = {(case.workload.name, case.cp_size) for case in cases if case.is_weak}
     budget_s = args.budget_s - REPORT_S - START_S * len(sizes)
     selection = fit_into(cases, budget_s, pace)
     for name in selection.dropped:
@@ -226,17 +238,18 @@ def run(args: argparse.Namespace) -> str:
     )
     lines: list[Line] = []
     dropped = selection.dropped
-    about = describe_device(device)
+    about = describe_device(device) | versions_of(methods)
     for found, missing in measure(args, selection.cases, pace):
         lines += found
         dropped += missing
-        write_files(args, about, Report(rows=rows_of(lines), dropped=dropped))
+        write_files(args, about, Report(rows=rows_of(lines, weak), dropped=dropped))
     say("fitting and projecting")
-    rows = rows_of(lines)
+    rows = rows_of(lines, weak)
     calibrations, checked, projected = predict(args, rows, device)
     report = Report(
-        rows=rows, dropped=dropped, calibrations=calibrations, checked=checked, projected=projected
-    )
+        rows=rows, dropped=dropped, calibrations=calibrations, checked=checked, projected=projected,
+        network_gb_per_s=args.network_gbs,
+    )  # fmt: skip
     text = write_files(args, about, report)
     if args.plot and projected:
         plot(rows, projected, args.plot)
@@ -247,7 +260,8 @@ def run(args: argparse.Namespace) -> str:
 def write_files(args: argparse.Namespace, about: dict[str, str], report: Report) -> str:
     """What there is so far, as JSON and Markdown; returns the latter."""
     strong = [workload.name for workload in args.strong]
-    text = f"{in_words(about)}; {args.rounds} rounds\n\n{markdown(report, strong)}\n"
+    head = f"{in_words(about)}; {args.rounds} rounds, transport {args.transport}"
+    text = f"{head}\n\n{markdown(report, strong)}\n"
     if args.json:
         figures = {
             "about": about,

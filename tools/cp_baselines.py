@@ -186,8 +186,9 @@ class _AllGatherPart(RankPart):
         if self.transport is not None:
             wire = self.method.wire_dtype(dtype)
             row = RowFormat(((k.shape[1:], wire), (v.shape[1:], wire)))
-            sent = row.pack([dk, dv], self.by_owner)
             counts = _from_everyone(self.method.tokens)
+            buffer = self.transport.send_buffer(counts, row.row_bytes, k.device)
+            sent = row.pack([dk, dv], self.by_owner, into=buffer)
             parts = row.unpack(self.transport.exchange(sent, counts).wait())
             each = (self.method.cp_size, len(self.method.tokens[self.rank]))
             dk, dv = (x.unflatten(0, each).sum(0, dtype=torch.float32) for x in parts)
@@ -270,8 +271,9 @@ class _UlyssesPart(RankPart):
             x = x.index_select(1, heads)
         by_rank = x.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)
         row = RowFormat(((by_rank.shape[1:], x.dtype),))
-        sent = row.pack([by_rank])
-        received = self.transport.exchange(sent, _from_everyone(shares).T).wait()
+        counts = _from_everyone(shares).T
+        buffer = self.transport.send_buffer(counts, row.row_bytes, x.device)
+        received = self.transport.exchange(row.pack([by_rank], into=buffer), counts).wait()
         return row.unpack(received)[0]
 
     def _to_rows(self, x: Tensor, wire: torch.dtype, shares: Sequence[Int64Array]) -> Tensor:
@@ -280,7 +282,9 @@ class _UlyssesPart(RankPart):
             return x[:, None]
         size = self.method.cp_size
         row = RowFormat(((x.shape[1:], wire),))
-        received = self.transport.exchange(row.pack([x]), _from_everyone(shares)).wait()
+        counts = _from_everyone(shares)
+        buffer = self.transport.send_buffer(counts, row.row_bytes, x.device)
+        received = self.transport.exchange(row.pack([x], into=buffer), counts).wait()
         return row.unpack(received)[0].unflatten(0, (size, -1)).transpose(0, 1)
 
 

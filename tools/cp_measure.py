@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from cp_clock import StepClock
 from cp_gate import refuse_wrong, run_part, small_case, worst_share
 from cp_methods import Method, RankInputs, SplitKV
 from cp_replay import Recorder, compute_ms
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from megatron_splitkv.checks.counting import CountingTransport
 from megatron_splitkv.checks.processes import World, gather_from_all
-from megatron_splitkv.comm import Transport
+from megatron_splitkv.comm import SymmetricTransport, Transport
 from megatron_splitkv.config import SplitKVConfig
 
-WARM_UP_ROUNDS = 1
+WARM_UP_ROUNDS = 2  # one that compiles, one that tells how long the host queues
+RECORDING_SHARE = 3.0  # of the usual time to queue: a recorder notes each call
 MAX_NOTE = 200  # characters of an error that a line quotes
 Say = Callable[[str], None]
 Step = tuple[float, float]  # forward and backward, milliseconds
@@ -102,7 +104,10 @@ def measure_real(
     for turn in range(WARM_UP_ROUNDS + m.rounds):
         say(f"{m.workload.name}: round {turn} of {m.rounds}")
         alone_ms += gather_from_all(0.0 if alone is None else alone.step_ms(), world)[:1]
-        for name in [name for name in parts if name not in notes]:
+        # Not always in the same order: a card slows down behind a heavy method.
+        names = [name for name in parts if name not in notes]
+        first = turn % max(1, len(names))
+        for name in names[first:] + names[:first]:
             with _noted(parts[name].kind, notes):
                 parts[name].measure(is_timed=turn >= WARM_UP_ROUNDS)
     ideal_ms = None
@@ -151,13 +156,15 @@ class _Alone:
         inputs = Inputs(m, len(whole.rows[0]), len(whole.tokens[0]))
         self.inputs = inputs.of(whole.rows, whole.tokens, 0)
         self.part = whole.part(0, None, m.device)
-        self.recorder = Recorder(m.device)
+        self.clock = StepClock(m.device)
 
     def step_ms(self) -> float:
         """Milliseconds of forward and backward."""
-        return self.recorder.elapsed_ms(
-            lambda: self.part.forward(self.inputs)
-        ) + self.recorder.elapsed_ms(lambda: self.part.backward(self.inputs.dout))
+        bodies = (
+            lambda: self.part.forward(self.inputs),
+            lambda: self.part.backward(self.inputs.dout),
+        )
+        return sum(self.clock.times_ms(bodies))
 
 
 class _RealPart:
@@ -169,6 +176,8 @@ class _RealPart:
         method = kind(m.workload, world.size, m.config)
         self.m, self.kind, self.world = m, kind, world
         self.recorder = Recorder(m.device)
+        self.clock, self.silent_clock = StepClock(m.device, world), StepClock(m.device, world)
+        self.transport = transport
         self.counting = self.silent = None
         if transport is not None:
             self.counting = CountingTransport(transport)
@@ -180,18 +189,23 @@ class _RealPart:
         self.steps: list[Step] = []
         self.silent_steps: list[Step] = []
         self.sent_bytes = self.peak_bytes = 0
+        self.host_ms: list[float] = []
+        self.num_gaps = 0
 
     def measure(self, *, is_timed: bool) -> None:
         """One step, and one that moves nothing between ranks where the method is ours."""
         step = self._measured_step()
         if is_timed:
             self.steps.append(step)
+            self.host_ms.append(self.clock.host_ms)
+            self.num_gaps += self.clock.has_gaps
         if self.silent is None or not self.kind.is_ours or self.m.is_bare:
             return
         if not is_timed:
             self._step(is_recording=True)
-        else:
-            self.silent_steps.append(self._step(is_silent=True))
+        silent = self._step(is_silent=True)
+        if is_timed:
+            self.silent_steps.append(silent)
 
     def line(self, ideal_ms: float | None) -> Line:
         """The figures, worst of all ranks.
@@ -199,8 +213,9 @@ class _RealPart:
         Args:
             ideal_ms: an even share of one device's step, if that was timed.
         """
-        mine = (self._kernel_ms(), self.peak_bytes, self.sent_bytes)
-        kernels, peaks, sents = zip(*gather_from_all(mine, self.world), strict=True)
+        host_ms = statistics.median(self.host_ms)
+        mine = (self._kernel_ms(), self.peak_bytes, self.sent_bytes, host_ms, self.num_gaps)
+        kernels, peaks, sents, hosts, gaps = zip(*gather_from_all(mine, self.world), strict=True)
         forward_ms, backward_ms = _median(self.steps)
         step_ms = forward_ms + backward_ms
         is_ours = self.kind.is_ours
@@ -217,6 +232,9 @@ class _RealPart:
             sent_mb=max(sents) * 1e-6 if is_ours else None,
             exposed_ms=step_ms - sum(_median(self.silent_steps)) if self.silent_steps else None,
             peak_gib=gib(max(peaks)),
+            host_ms=max(hosts),
+            spread=_spread(self.steps),
+            note=f"{max(gaps)} of {len(self.steps)} steps wait for the host" if any(gaps) else "",
         )
 
     def _measured_step(self) -> Step:
@@ -229,16 +247,20 @@ class _RealPart:
         step = self._step()
         if is_cuda:
             self.peak_bytes = torch.cuda.max_memory_allocated(device) - base
+            if isinstance(self.transport, SymmetricTransport) and self.kind.is_ours:
+                self.peak_bytes += self.transport.buffer_bytes
         self.sent_bytes = 0 if self.counting is None else self.counting.bytes_sent - sent
         return step
 
     def _step(self, *, is_recording: bool = False, is_silent: bool = False) -> Step:
-        """Milliseconds of the slowest rank."""
+        """Forward of the slowest rank, and what is left of the longest step."""
         if self.silent is not None:
             self.silent.restart(is_recording=is_recording, is_silent=is_silent)
-        times = [_timed(self.m, self.world, body) for body in self._bodies()]
-        everyone = gather_from_all(times, self.world)
-        return max(t[0] for t in everyone), max(t[1] for t in everyone)
+        gather_from_all(None, self.world)  # a barrier
+        clock = self.silent_clock if is_silent else self.clock
+        everyone = gather_from_all(clock.times_ms(self._bodies()), self.world)
+        forward_ms = max(times[0] for times in everyone)
+        return forward_ms, max(map(sum, everyone)) - forward_ms
 
     def _kernel_ms(self) -> float:
         """Kernels of one more step, apart, as recording slows the host; 0 if they are not ours."""
@@ -248,6 +270,7 @@ class _RealPart:
                 self.silent.restart()
             for body in self._bodies():
                 with self.recorder:
+                    self.clock.pause(RECORDING_SHARE)
                     body()
                 total += compute_ms(self.recorder.trace())[0]
         return total
@@ -259,17 +282,13 @@ class _RealPart:
         )
 
 
+def _spread(steps: Sequence[Step]) -> float:
+    times = [sum(step) for step in steps]
+    return (max(times) - min(times)) / statistics.median(times)
+
+
 def _median(steps: Sequence[Step]) -> Step:
     return (
         statistics.median(forward for forward, _ in steps),
         statistics.median(backward for _, backward in steps),
     )
-
-
-def _timed(m: Measurement, world: World, body: Callable[[], object]) -> float:
-    """Milliseconds of a call that all ranks make at once."""
-    recorder = Recorder(m.device)
-    gather_from_all(None, world)  # a barrier
-    if m.device.type == "cuda":
-        torch.cuda.synchronize(m.device)
-    return recorder.elapsed_ms(body)

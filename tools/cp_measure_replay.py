@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from cp_measure import WARM_UP_ROUNDS, Inputs, Measurement, Say, gib
+from cp_measure import Inputs, Measurement, Say, gib
 from cp_methods import Method, RankInputs, RankPart, SplitKV
 from cp_replay import (
     Link,
@@ -20,6 +20,7 @@ from cp_replay import (
 )
 from cp_report import Line
 
+WARM_UP_ROUNDS = 1
 MAX_TRIES = 4  # of a timed run whose pause was too short; each makes the next pause longer
 
 

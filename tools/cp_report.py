@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 160
+WIDTH = 190
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,10 @@ class Line:
         wire_ms: all collectives of a step one after the other; replay.
         exposed_ms: the step without the compute of the slowest rank, in replay; the step less the
             same step with nothing sent, in real.
-        peak_gib: most memory of a rank above its inputs; None on a CPU.
+        peak_gib: most memory of a rank above its inputs, buffers of the transport among it; None on
+            a CPU.
+        host_ms: what the host of the slowest rank took to queue a step; not in it; real.
+        spread: longest minus shortest step, as a share of the median; real.
         note: why there are no figures.
     """
 
@@ -45,6 +48,8 @@ class Line:
     wire_ms: float | None = None
     exposed_ms: float | None = None
     peak_gib: float | None = None
+    host_ms: float | None = None
+    spread: float | None = None
     note: str = ""
 
     @property
@@ -68,7 +73,7 @@ def over_best_other(line: Line, lines: Sequence[Line], prefix: str = "") -> floa
         other.step_ms
         for other in lines
         if (other.workload, other.cp_size) == (line.workload, line.cp_size)
-        and other.method != line.method
+        and other.method.split()[0] != line.method.split()[0]  # nor a variant of it
         and other.method.startswith(prefix)
         and other.step_ms is not None
     ]
@@ -77,7 +82,8 @@ def over_best_other(line: Line, lines: Sequence[Line], prefix: str = "") -> floa
 
 COLUMNS = (
     "workload", "cp", "method", "fwd ms", "bwd ms", "TFLOP/s", "% ideal", "% ideal compute",
-    "max/mean", "% other", "MB sent", "wire ms", "exposed", "peak GiB", "best other /", "best TE /",
+    "max/mean", "% other", "MB sent", "wire ms", "exposed", "peak GiB", "host ms", "spread %",
+    "best other /", "best TE /",
 )  # fmt: skip
 
 
@@ -89,6 +95,8 @@ def cells(line: Line, lines: Sequence[Line]) -> list[str]:
         _percent(line.compute_share), _text(line.kernel_imbalance, ".3f"),
         _percent(line.other_share), _text(line.sent_mb, ".1f"), _text(line.wire_ms, ".3g"),
         _text(line.exposed_ms, ".3g"), _text(line.peak_gib, ".2f"),
+        _text(line.host_ms, ".3g"),
+        _percent(line.spread),
         _text(over_best_other(line, lines), ".2f"),
         _text(over_best_other(line, lines, PEER_PREFIX), ".2f"),
     ]  # fmt: skip

@@ -77,6 +77,6 @@ class SilentTransport(PassingTransport):
         pending = start()
         if not self._is_recording:
             return pending
-        kept = pending.wait()
+        kept = pending.wait().clone()
         self._kept.append(kept)
         return Pending(lambda: kept)

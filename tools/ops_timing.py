@@ -1,5 +1,6 @@
 """Times calls in turns on one device: CUDA events on a GPU, CPU time of the process elsewhere."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -9,8 +10,8 @@ import torch
 
 WARM_UP_ROUNDS = 2
 PAUSE_CYCLES = 8_000_000  # 4 ms, longer than it takes to queue a round
-# 4096 flop per clock and SM, 132 SMs, at the clock seen under load: no faster run is believed.
-MAX_TFLOPS = 880.0
+# Of a Hopper SM in 16 bits, and the highest clock seen while its tensor cores are busy.
+FLOP_PER_CLOCK, CLOCK_GHZ = 4096, 1.63
 
 Calls = Mapping[str, Callable[[], object]]
 
@@ -75,19 +76,35 @@ def _round_on_cpu(calls: list[tuple[str, Callable[[], object]]]) -> list[tuple[s
     return times
 
 
-def lines_of(shape: str, op: str, times: Mapping[str, list[float]], amount: float) -> list[Line]:
+def believable_tflops(device: torch.device) -> float:
+    """What no round can exceed: known of Hopper, 880 TFLOP/s with 132 SMs; no bound elsewhere."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return math.inf
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return FLOP_PER_CLOCK * num_sms * CLOCK_GHZ * 1e-3
+
+
+def lines_of(
+    shape: str,
+    op: str,
+    times: Mapping[str, list[float]],
+    amount: float,
+    *,
+    highest_rate: float = math.inf,
+) -> list[Line]:
     """Medians, spreads and rates.
 
     Args:
         shape, op: for the lines.
         times: ms of each contestant in each round.
         amount: flop or bytes of one call.
+        highest_rate: 10^12 of them a second; a faster round is left out.
     Returns:
-        A line for each contestant that has a believable round.
+        A line for each contestant that has a round left.
     """
     lines: list[Line] = []
     for name, all_ms in times.items():
-        ms = [x for x in all_ms if amount <= MAX_TFLOPS * 1e9 * x]
+        ms = [x for x in all_ms if amount <= highest_rate * 1e9 * x]
         if not ms:
             continue
         median = statistics.median(ms)

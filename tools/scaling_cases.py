@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from cp_measure import WARM_UP_ROUNDS
 from cp_peers import PEERS
 from cp_workloads import Workload, workload_of
 
@@ -25,12 +26,14 @@ class Case:
         workload: documents, mask and heads.
         cp_size: ranks.
         methods: what runs it, ours first.
+        is_weak: whether it is one of weak scaling; it may be one of strong scaling too.
     """
 
     kind: str
     workload: Workload
     cp_size: int
     methods: tuple[str, ...]
+    is_weak: bool
 
     @property
     def name(self) -> str:
@@ -49,7 +52,7 @@ class Pace:
 
     Attributes:
         device: "cuda" or "cpu".
-        rounds: timed ones; a warm-up and a look at the kernels come to them.
+        rounds: timed ones; those of warm-up and a look at the kernels come to them.
     """
 
     device: str
@@ -59,7 +62,8 @@ class Pace:
         """An estimate, for all methods of the case."""
         step_s = sum(case.workload.flop()) / case.cp_size / ASSUMED_TFLOPS[self.device] * 1e-12
         prepare_s = sum(PREPARE_PEER_S if name in PEERS else PREPARE_S for name in case.methods)
-        return len(case.methods) * step_s * (self.rounds + 2) + prepare_s
+        num_steps = WARM_UP_ROUNDS + self.rounds + 1
+        return len(case.methods) * step_s * num_steps + prepare_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +125,14 @@ def all_cases(
         workloads = [
             weak_workload(kind, count * cp_size, num_rows) for kind in KINDS for count in tokens
         ]
+        weak_names = {workload.name for workload in workloads}
         for workload in (*workloads, *strong):
             found[workload.name, cp_size] = Case(
                 kind=kind_of(workload),
                 workload=workload,
                 cp_size=cp_size,
                 methods=(OURS,) if cp_size == 1 else tuple(methods),
+                is_weak=workload.name in weak_names,
             )
     return list(found.values())
 

@@ -124,7 +124,8 @@ def fit(
     fitted = [one for one in measured if one.cp_size < largest]
     kinds = [kind for kind in KINDS if any(one.kind == kind for one in fitted)]
     terms = _first_terms(fitted, kinds, first)
-    free = [name for name in terms if name not in LINK_TERMS or len(sizes) > 2]
+    has_link = any(one.cp_size > 1 for one in fitted)
+    free = [name for name in terms if name not in LINK_TERMS or has_link]
     terms = _search(terms, free, fitted, first)
     calibrations = {kind: _calibration(terms, kind, first) for kind in kinds}
     checked = [

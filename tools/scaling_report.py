@@ -1,6 +1,7 @@
 """The report of `bench_scaling.py`: tables in Markdown, and a figure."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from cp_report import Line
 from cp_workloads import workload_of
 from ops_report import aligned
 from scaling_cases import KINDS, OURS, kind_of, size_name
-from scaling_fit import Checked, Projected, plan_of
+from scaling_fit import NODE_RANKS, Checked, Projected, plan_of
 
 from megatron_splitkv.plan.predict import Calibration
 
@@ -25,6 +26,7 @@ class Row:
     Attributes:
         line: the line.
         kind: of `KINDS`.
+        is_weak: whether it is a point of weak scaling.
         tokens_per_rank: context tokens.
         share: an even share of one GPU's best rate, over this step; None if there is no such rate.
         planned_imbalance: largest cost of a rank over the mean, of our plan.
@@ -32,6 +34,7 @@ class Row:
 
     line: Line
     kind: str
+    is_weak: bool
     tokens_per_rank: int
     share: float | None
     planned_imbalance: float | None
@@ -47,6 +50,7 @@ class Report:
         calibrations: the terms of the projection, for each kind.
         checked: measured steps beside predicted ones.
         projected: larger groups.
+        network_gb_per_s: of a rank between their nodes, as it was given.
     """
 
     rows: Sequence[Row]
@@ -54,6 +58,7 @@ class Report:
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
     checked: Sequence[Checked] = ()
     projected: Sequence[Projected] = ()
+    network_gb_per_s: float = math.inf
 
 
 def best_rates(lines: Sequence[Line]) -> dict[str, float]:
@@ -66,8 +71,13 @@ def best_rates(lines: Sequence[Line]) -> dict[str, float]:
     return best
 
 
-def rows_of(lines: Sequence[Line]) -> list[Row]:
-    """Every line with its shares."""
+def rows_of(lines: Sequence[Line], weak: Container[tuple[str, int]]) -> list[Row]:
+    """Every line with its shares.
+
+    Args:
+        lines: what was measured.
+        weak: workload and ranks of the points of weak scaling.
+    """
     best = best_rates(lines)
     rows: list[Row] = []
     for line in lines:
@@ -82,6 +92,7 @@ def rows_of(lines: Sequence[Line]) -> list[Row]:
             Row(
                 line=line,
                 kind=kind,
+                is_weak=(line.workload, line.cp_size) in weak,
                 tokens_per_rank=workload.num_tokens // line.cp_size,
                 share=share,
                 planned_imbalance=planned,
@@ -100,7 +111,7 @@ def markdown(report: Report, strong: Sequence[str]) -> str:
     rows = report.rows
     parts: list[str] = []
     for kind, about in KINDS.items():
-        of_kind = [row for row in rows if row.kind == kind]
+        of_kind = [row for row in rows if row.kind == kind and row.is_weak]
         if of_kind:
             parts.append(f"## Weak scaling, {kind}: {about}\n\n{_weak_table(of_kind)}")
     for name in strong:
@@ -108,10 +119,15 @@ def markdown(report: Report, strong: Sequence[str]) -> str:
         if of_name:
             parts.append(f"## Strong scaling, {name}\n\n{_table(of_name)}")
     if report.checked:
-        terms = _terms(report.calibrations)
+        terms = _terms(report.calibrations, report.checked)
         parts.append(f"## The projection, checked\n\n{terms}\n\n{_check_table(report.checked)}")
     if report.projected:
-        parts.append("## Projected, not measured\n\n" + _projection_table(report.projected))
+        about = (
+            f"% of the ideal, on nodes of {NODE_RANKS} ranks with {report.network_gb_per_s:g} GB/s "
+            "of each rank between them, as given"
+        )
+        table = _projection_table(report.projected)
+        parts.append(f"## Projected, not measured\n\n{about}\n\n{table}")
     aims = aims_of(rows, report.projected)
     if aims:
         parts.append("## Beside the aims\n\n" + aligned([["", "aim", "reached", ""], *aims]))
@@ -158,13 +174,15 @@ def _table(rows: Sequence[Row]) -> str:
     return aligned(table)
 
 
-def _terms(calibrations: Mapping[str, Calibration]) -> str:
+def _terms(calibrations: Mapping[str, Calibration], checked: Sequence[Checked]) -> str:
+    has_link = any(one.is_fitted and one.measured.cp_size > 1 for one in checked)
     pairs = ", ".join(f"{kind} {x.pair_ns:.4g}" for kind, x in calibrations.items())
     any_kind = next(iter(calibrations.values()))
     return (
         f"a pair, ns: {pairs}; a row {any_kind.row_ns:.3g} ns, a run {any_kind.run_ns:.3g} ns, a "
         f"layer {any_kind.base_ns / 1e3:.3g} us; link {any_kind.link_gb_per_s:.4g} GB/s, "
-        f"{any_kind.link_latency_us:.3g} us; worst error of what was fitted "
+        f"{any_kind.link_latency_us:.3g} us{'' if has_link else ', as given'}; worst error of what "
+        "was fitted "
         f"{any_kind.worst_error:.1%}"
     )
 
@@ -194,7 +212,7 @@ def _projection_table(projected: Sequence[Projected]) -> str:
             if (one.kind, one.tokens_per_rank) == (kind, tokens)
         }
         table.append([kind, size_name(tokens), *(_percent(share.get(size)) for size in sizes)])
-    return "% of the ideal\n\n" + aligned(table)
+    return aligned(table)
 
 
 def aims_of(rows: Sequence[Row], projected: Sequence[Projected]) -> list[list[str]]:
@@ -204,7 +222,8 @@ def aims_of(rows: Sequence[Row], projected: Sequence[Projected]) -> list[list[st
         measured = {
             row.line.cp_size: row.share
             for row in rows
-            if (row.kind, row.tokens_per_rank, row.line.method) == (kind, AIM_TOKENS, OURS)
+            if row.is_weak
+            and (row.kind, row.tokens_per_rank, row.line.method) == (kind, AIM_TOKENS, OURS)
         }
         expected = {
             one.cp_size: one.share
@@ -230,7 +249,7 @@ def _percent(value: float | None) -> str:
 
 
 def plot(rows: Sequence[Row], projected: Sequence[Projected], path: Path) -> None:
-    """Share of the ideal over ranks: ours measured and projected, others in grey."""
+    """Share of the ideal in weak scaling: ours measured and projected, others in grey."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -241,7 +260,8 @@ def plot(rows: Sequence[Row], projected: Sequence[Projected], path: Path) -> Non
         1, len(kinds), figsize=(5 * len(kinds), 4), sharey=True, squeeze=False
     )
     for axis, kind in zip(axes[0], kinds, strict=True):
-        _draw(axis, kind, [row for row in rows if row.kind == kind and row.share], projected)
+        shown = [row for row in rows if row.kind == kind and row.is_weak and row.share]
+        _draw(axis, kind, shown, projected)
     axes[0][0].set_ylabel("% of one GPU's best rate")
     axes[0][-1].legend(fontsize=7, loc="lower left")
     figure.tight_layout()
@@ -267,10 +287,12 @@ def _draw(
             for one in projected
             if (one.kind, one.tokens_per_rank) == (kind, tokens)
         ]
-        color = f"C{index}"
-        axis.plot(*zip(*own, strict=True), "o-", color=color, label=f"{size_name(tokens)} a rank")
-        if ahead:
-            axis.plot(*zip(*ahead, strict=True), ":", color=color)
+        for points, style, label in (
+            (own, "o-", f"{size_name(tokens)} a rank"),
+            (ahead, ":", None),
+        ):
+            if points:
+                axis.plot(*zip(*points, strict=True), style, color=f"C{index}", label=label)
     for row in rows:
         if row.line.method != OURS and row.share:
             axis.plot(row.line.cp_size, 100 * row.share, "x", color="0.6", markersize=4)

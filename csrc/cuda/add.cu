@@ -1,6 +1,6 @@
 // add: sums partials into the rows they belong to, in the order of their slots. The twin of merge
 // for what joins by addition, the gradients of queries. Each thread owns 16 bytes of a partial's
-// head, 8 partials in flight; the total is read and written once, and only where there is a
+// head, several partials in flight; the total is read and written once, and only where there is a
 // partial.
 #include <algorithm>
 
@@ -14,11 +14,11 @@ namespace {
 
 constexpr int kUsualThreads = 128;  // of a CTA: whole heads, as many as fit
 
-template <typename PartElement, int kColumns>
+template <typename PartElement, int kColumns, int kPartsInFlight>
 struct AddTraits {
     using Part = PartElement;
     static constexpr int kVector = kColumns;  // columns of a thread
-    static constexpr int kInFlight = 8;       // partials that a thread loads before it adds one
+    static constexpr int kInFlight = kPartsInFlight;
     static constexpr int kMaxThreads = kVector == 1 ? 512 : kUsualThreads;
     static_assert(kMaxThreads * kVector >= kMaxHeadDim, "one head fits a CTA");
 };
@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads)
     if (begin == end) return;
 
     float* total = mutable_row_of<float>(params.total, row, head) + column;
+    const Scales scales(params.part_scale);
     Values<kVector> sum = load_values<float, kVector>(total);
     for (int32_t first = begin; first < end; first += Traits::kInFlight) {
         Packed<Part, kVector> part[Traits::kInFlight];
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads)
         for (int j = 0; j < Traits::kInFlight; ++j) {
             if (first + j >= end) continue;
             const int64_t slot = params.part_slots[first + j];
-            scale[j] = scale_of(params.part_scale, slot, head);
+            scale[j] = scales.of(slot, head);
             part[j] = load_packed<Part, kVector>(row_of<Part>(params.parts, slot, head) + column);
         }
 #pragma unroll
@@ -78,13 +79,22 @@ void launch_add(const AddParams& params) {
     launch(add_kernel<Traits>, config, params);
 }
 
-template <typename Part>
-void launch_add_of(const AddParams& params) {
+template <typename Part, int kInFlight>
+void launch_add_wide(const AddParams& params) {
     constexpr int kVector = kVectorBytes / sizeof(Part);
     if (is_wide(params.total, kVector) && is_wide(params.parts, kVector)) {
-        launch_add<AddTraits<Part, kVector>>(params);
+        launch_add<AddTraits<Part, kVector, kInFlight>>(params);
     } else {
-        launch_add<AddTraits<Part, 1>>(params);
+        launch_add<AddTraits<Part, 1, kInFlight>>(params);
+    }
+}
+
+template <typename Part>
+void launch_add_of(const AddParams& params) {
+    if (has_few_parts(params.num_slots, params.total.rows)) {
+        launch_add_wide<Part, kFewInFlight>(params);
+    } else {
+        launch_add_wide<Part, kManyInFlight>(params);
     }
 }
 

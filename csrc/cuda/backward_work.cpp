@@ -1,12 +1,11 @@
 #include "cuda/backward_work.h"
 
 #include <algorithm>
-#include <functional>
-#include <queue>
 #include <utility>
 #include <vector>
 
 #include "common/check.h"
+#include "cuda/backward_parts.h"
 #include "cuda/row_tiles.h"
 #include "cuda/sm80/tiles.h"
 
@@ -47,26 +46,19 @@ Reach reach_of(const RowTile& tile, int32_t keys) {
     return reach;
 }
 
-// One way to cut the rows: the heads that share a tile, and the tiles.
-struct Cut {
-    TileSize size;
-    int64_t heads_per_tile;
-    int64_t tile_heads_per_kv_head;
-    std::vector<RowTile> tiles;
-    int64_t total_cost;  // steps, over all heads
-};
-
-Cut make_cut(const BackwardWorkRequest& request, bool is_packed) {
-    Cut cut{};
-    cut.size = tile_of(request);
+BackwardCut make_cut(const BackwardWorkRequest& request, bool is_packed) {
+    BackwardCut cut{};
+    const TileSize size = tile_of(request);
+    cut.tile_rows = size.rows;
+    cut.tile_keys = size.keys;
     const int64_t group = request.num_heads_q / request.num_heads_kv;
     cut.heads_per_tile = is_packed ? group : 1;
     cut.tile_heads_per_kv_head = group / cut.heads_per_tile;
     cut.tiles =
         cut_row_tiles(request.kv_begin, request.kv_end, request.num_rows,
-                      static_cast<int32_t>(cut.size.rows / cut.heads_per_tile), cut.size.keys);
+                      static_cast<int32_t>(cut.tile_rows / cut.heads_per_tile), cut.tile_keys);
     for (const RowTile& tile : cut.tiles) {
-        const Reach reach = reach_of(tile, cut.size.keys);
+        const Reach reach = reach_of(tile, cut.tile_keys);
         cut.total_cost += (reach.end - reach.begin) * cut.tile_heads_per_kv_head;
     }
     return cut;
@@ -75,13 +67,13 @@ Cut make_cut(const BackwardWorkRequest& request, bool is_packed) {
 // Packing the heads of a group makes tiles of fewer query rows. It wins where whole tiles of one
 // head would be half empty, or meet many keys that few of their rows see. A packed tile must be
 // whole query rows, for each consumer on sm_90.
-Cut choose_packing(const BackwardWorkRequest& request) {
+BackwardCut choose_packing(const BackwardWorkRequest& request) {
     const int64_t group = request.num_heads_q / request.num_heads_kv;
-    Cut plain = make_cut(request, false);
+    BackwardCut plain = make_cut(request, false);
     const bool can_pack = request.family == Family::kSm90 ? sm90::kWarpgroupRows % group == 0
-                                                          : group <= plain.size.rows;
+                                                          : group <= plain.tile_rows;
     if (group == 1 || !can_pack) return plain;
-    Cut packed = make_cut(request, true);
+    BackwardCut packed = make_cut(request, true);
     constexpr double kWorthwhile = 0.98;  // equal costs favour whole rows of one head
     const bool is_cheaper = static_cast<double>(packed.total_cost) <
                             kWorthwhile * static_cast<double>(plain.total_cost);
@@ -102,7 +94,7 @@ class SegmentCollector {
         update(row_tile, reach, previous_.full_end, reach.full_end);
         previous_ = reach;
     }
-    std::vector<std::vector<BackwardSegment>> finish(int32_t num_row_tiles) {
+    std::vector<BackwardSegments> finish(int32_t num_row_tiles) {
         pass(num_row_tiles, Reach{});
         return std::move(segments_);
     }
@@ -133,99 +125,12 @@ class SegmentCollector {
 
     Reach previous_{};
     std::vector<Run> runs_;
-    std::vector<std::vector<BackwardSegment>> segments_;
+    std::vector<BackwardSegments> segments_;
 };
 
-int64_t num_steps_of(const std::vector<BackwardSegment>& segments) {
-    int64_t steps = 0;
-    for (const BackwardSegment& segment : segments) steps += segment.num_tiles;
-    return steps;
-}
-
-// Microseconds of a call whose KV tiles are cut into parts of at most max_steps steps.
-class CostModel {
-  public:
-    CostModel(const BackwardWorkRequest& request, const Cut& cut,
-              const std::vector<int64_t>& num_steps)
-        : request_(request), num_steps_(num_steps) {
-        // 570 TFLOP/s over 132 SMs; 130 over the 108 of an A100.
-        const double flops_per_us = request.family == Family::kSm90 ? 4.3e6 : 1.2e6;
-        const double dims = 3.0 * static_cast<double>(request.head_dim_qk) +
-                            2.0 * static_cast<double>(request.head_dim_v);
-        step_us_ = 2.0 * cut.size.rows * cut.size.keys * dims / flops_per_us *
-                   static_cast<double>(cut.tile_heads_per_kv_head);
-    }
-
-    // Longest first onto the SM that is free first, as the kernel's counter hands items out.
-    double microseconds(int64_t max_steps) const {
-        constexpr double kItemUs = 5.0;  // keys loaded, gradients added; nothing hides them
-        constexpr double kTurnUs = 3.0;  // parts of a KV tile end together and add one by one
-        std::vector<int64_t> parts;
-        int64_t most_parts = 1;
-        for (const int64_t steps : num_steps_) {
-            const int64_t num_parts = (steps + max_steps - 1) / max_steps;
-            most_parts = std::max(most_parts, num_parts);
-            for (int64_t i = 0; i < num_parts; ++i) parts.push_back((steps + i) / num_parts);
-        }
-        std::sort(parts.begin(), parts.end(), std::greater<>());
-        std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
-        for (int32_t sm = 0; sm < request_.num_sms; ++sm) free_at.push(0.0);
-        double last = 0.0;
-        for (const int64_t steps : parts) {
-            for (int64_t head = 0; head < request_.num_heads_kv; ++head) {
-                const double end = free_at.top() + static_cast<double>(steps) * step_us_ + kItemUs;
-                free_at.pop();
-                free_at.push(end);
-                last = std::max(last, end);
-            }
-        }
-        return last + static_cast<double>(most_parts - 1) * kTurnUs;
-    }
-
-  private:
-    const BackwardWorkRequest& request_;
-    const std::vector<int64_t>& num_steps_;
-    double step_us_;
-};
-
-// The most steps that one item may have: those of the dearest KV tile where splitting does not pay.
-int64_t choose_max_steps(const BackwardWorkRequest& request, const Cut& cut,
-                         const std::vector<int64_t>& num_steps) {
-    int64_t dearest = 1;
-    int64_t total = 0;
-    for (const int64_t steps : num_steps) {
-        dearest = std::max(dearest, steps);
-        total += steps * request.num_heads_kv;
-    }
-    constexpr int64_t kManyWaves = 8;  // beyond this a split has nothing to even out
-    if (dearest * request.num_sms * kManyWaves <= total) return dearest;
-    // Items run at speeds that differ by up to a third, for what they find in L2. One that takes
-    // more than a quarter of an SM's share, but not all of it, would end last.
-    constexpr int64_t kItemsPerSm = 4;
-    const int64_t share = total / request.num_sms;
-    if (dearest <= share && dearest * kItemsPerSm > share) {
-        return std::max<int64_t>(1, share / kItemsPerSm);
-    }
-    const CostModel model(request, cut, num_steps);
-    int64_t best = dearest;
-    double best_us = model.microseconds(dearest);
-    constexpr double kWorthwhile = 0.97;
-    for (const int64_t num_parts : {2, 3, 4, 6, 8, 12, 16, 24, 32, 48}) {
-        const int64_t max_steps = (dearest + num_parts - 1) / num_parts;
-        const double us = model.microseconds(max_steps);
-        if (us < kWorthwhile * best_us) {
-            best_us = us;
-            best = max_steps;
-        }
-    }
-    return best;
-}
-
-// Appends steps [first, last) of the segments to the list, as the part of an item.
-void emit_part(const std::vector<BackwardSegment>& segments, int64_t first, int64_t last,
-               BackwardItem item, BackwardWork* work) {
-    item.segment_begin = static_cast<int32_t>(work->segments.size());
-    item.num_steps = static_cast<int32_t>(last - first);
+// Appends steps [first, last) of the segments to those of the list.
+void append_steps(const BackwardSegments& segments, int64_t first, int64_t last,
+                  BackwardWork* work) {
     int64_t start = 0;
     for (const BackwardSegment& segment : segments) {
         const int64_t begin = std::max(first, start);
@@ -236,30 +141,42 @@ void emit_part(const std::vector<BackwardSegment>& segments, int64_t first, int6
         }
         start += segment.num_tiles;
     }
+}
+
+// Appends an item with the steps of a part, the first `num_later` of them last.
+void emit_part(const BackwardSegments& segments, const BackwardPart& part, int64_t num_later,
+               BackwardItem item, BackwardWork* work) {
+    item.segment_begin = static_cast<int32_t>(work->segments.size());
+    item.num_steps = static_cast<int32_t>(part.last_step - part.first_step);
+    append_steps(segments, part.first_step + num_later, part.last_step, work);
+    append_steps(segments, part.first_step, part.first_step + num_later, work);
     item.num_segments = static_cast<int32_t>(work->segments.size()) - item.segment_begin;
     work->items.push_back(item);
 }
 
-void emit_items(const std::vector<std::vector<BackwardSegment>>& segments, int64_t max_steps,
+// Band by band, and in each in the order of the KV tiles.
+void emit_items(const std::vector<BackwardSegments>& segments, const BackwardParts& parts,
                 BackwardWork* work) {
+    std::vector<BackwardItem> next(segments.size());  // of each KV tile
     for (size_t kv_tile = 0; kv_tile < segments.size(); ++kv_tile) {
-        const int64_t steps = num_steps_of(segments[kv_tile]);
-        if (steps == 0) {
-            work->unseen_kv_tiles.push_back(static_cast<int32_t>(kv_tile));
-            continue;
-        }
-        const int64_t num_parts = (steps + max_steps - 1) / max_steps;
-        BackwardItem item{};
+        BackwardItem& item = next[kv_tile];
         item.kv_tile = static_cast<int32_t>(kv_tile);
-        item.num_parts = static_cast<int32_t>(num_parts);
-        if (num_parts > 1) item.split = static_cast<int32_t>(work->shape.num_splits++);
-        // Longer parts first: a later one must not be handed out before an earlier one.
-        int64_t first = 0;
-        for (int64_t part = 0; part < num_parts; ++part) {
-            const int64_t last = first + (steps + num_parts - 1 - part) / num_parts;
-            item.part = static_cast<int32_t>(part);
-            emit_part(segments[kv_tile], first, last, item, work);
-            first = last;
+        item.num_parts = static_cast<int32_t>(parts.of_kv_tile[kv_tile].size());
+        if (item.num_parts == 0) work->unseen_kv_tiles.push_back(item.kv_tile);
+        if (item.num_parts > 1) item.split = static_cast<int32_t>(work->shape.num_splits++);
+    }
+    for (int32_t band = 0; band < parts.num_bands; ++band) {
+        int64_t num_before = 0;  // items of this band
+        for (size_t kv_tile = 0; kv_tile < segments.size(); ++kv_tile) {
+            BackwardItem& item = next[kv_tile];
+            for (; item.part < item.num_parts; ++item.part) {
+                const BackwardPart& part =
+                    parts.of_kv_tile[kv_tile][static_cast<size_t>(item.part)];
+                if (part.band != band) break;
+                const int64_t num_later =
+                    num_before++ * parts.stagger % (part.last_step - part.first_step);
+                emit_part(segments[kv_tile], part, num_later, item, work);
+            }
         }
     }
 }
@@ -296,9 +213,8 @@ bool heads_may_follow(const BackwardWorkRequest& request, const std::vector<Back
 // of one KV tile, whose keys and gradients lie side by side in memory.
 bool is_head_major(const BackwardWorkRequest& request, const std::vector<BackwardItem>& items) {
     constexpr int64_t kHeldBytes = 24 << 20;  // half of the L2 of an H200
-    constexpr int64_t kRowBytes = 2 + 4;      // q or dout, and dq in fp32
-    const int64_t row_bytes = request.head_dim_qk * kRowBytes + request.head_dim_v * 2;
-    return !items.empty() && request.num_rows * request.num_heads_q * row_bytes > kHeldBytes &&
+    return !items.empty() &&
+           request.num_rows * request.num_heads_q * bytes_of_row(request) > kHeldBytes &&
            heads_may_follow(request, items);
 }
 
@@ -314,14 +230,6 @@ void sort_by_cost(std::vector<BackwardItem>* items) {
                      [&](const BackwardItem& a, const BackwardItem& b) {
                          return class_of(a.num_steps) > class_of(b.num_steps);
                      });
-}
-
-// Whether dq is seldom in L2 when it is added to: the first of its KV tiles finds it in memory.
-bool prefetches_dq(const std::vector<int64_t>& num_steps, int64_t num_row_tiles) {
-    constexpr int64_t kFewVisits = 32;  // of a row tile; 15 gain 6 %, 64 lose 1 %
-    int64_t visits = 0;
-    for (const int64_t steps : num_steps) visits += steps;
-    return visits < kFewVisits * num_row_tiles;
 }
 
 // The list of the sm_80 kernel for dq: like that of a forward, and its splits are summed.
@@ -352,19 +260,19 @@ void add_dq_list(const BackwardWorkRequest& request, BackwardWork* work) {
 
 BackwardWork build_backward_work(const BackwardWorkRequest& request) {
     check_request(request);
-    const Cut cut = choose_packing(request);
+    const BackwardCut cut = choose_packing(request);
     BackwardWork work{};
-    SegmentCollector collector(num_key_tiles(0, request.num_keys, cut.size.keys));
+    SegmentCollector collector(num_key_tiles(0, request.num_keys, cut.tile_keys));
     const auto num_row_tiles = static_cast<int32_t>(cut.tiles.size());
     for (int32_t i = 0; i < num_row_tiles; ++i) {
         const RowTile& tile = cut.tiles[static_cast<size_t>(i)];
-        const Reach reach = tile.sees_keys() ? reach_of(tile, cut.size.keys) : Reach{};
+        const Reach reach = tile.sees_keys() ? reach_of(tile, cut.tile_keys) : Reach{};
         collector.pass(i, reach);
         work.row_tiles.push_back({tile.row_begin, tile.num_rows, reach.begin, 0});
     }
-    const std::vector<std::vector<BackwardSegment>> segments = collector.finish(num_row_tiles);
+    const std::vector<BackwardSegments> segments = collector.finish(num_row_tiles);
     std::vector<int64_t> num_steps;
-    for (const auto& list : segments) {
+    for (const BackwardSegments& list : segments) {
         if (!list.empty()) num_steps.push_back(num_steps_of(list));
     }
 
@@ -378,9 +286,11 @@ BackwardWork build_backward_work(const BackwardWorkRequest& request) {
     shape.family = static_cast<int64_t>(request.family);
     shape.heads_per_tile = cut.heads_per_tile;
     shape.num_row_tiles = num_row_tiles;
-    shape.prefetches_dq = prefetches_dq(num_steps, num_row_tiles);
+    // Then dq is seldom in L2 when it is added to. 15 visits gain 6 %, 64 lose 1 %.
+    shape.prefetches_dq = has_few_visits(num_steps, num_row_tiles);
     shape.is_deterministic = request.is_deterministic;
-    emit_items(segments, choose_max_steps(request, cut, num_steps), &work);
+    const BackwardParts parts = divide_steps(request, cut, segments, num_steps);
+    emit_items(segments, parts, &work);
     shape.num_items = static_cast<int64_t>(work.items.size());
     shape.num_segments = static_cast<int64_t>(work.segments.size());
     shape.num_unseen_kv_tiles = static_cast<int64_t>(work.unseen_kv_tiles.size());
@@ -388,7 +298,9 @@ BackwardWork build_backward_work(const BackwardWorkRequest& request) {
     // In deterministic mode the order of KV tiles is that of their turns at dq, and an item must
     // not be handed out before one that it waits for.
     const bool has_turns_at_dq = request.is_deterministic && request.family == Family::kSm90;
-    if (!has_turns_at_dq) {
+    if (parts.num_bands > 1) {
+        shape.is_head_major = parts.is_head_major;
+    } else if (!has_turns_at_dq) {
         sort_by_cost(&work.items);
         shape.is_head_major = is_head_major(request, work.items);
     }

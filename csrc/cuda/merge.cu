@@ -10,7 +10,8 @@
 namespace splitkv::cuda {
 namespace {
 
-template <typename PartElement, typename OutElement, typename SlotsOf, int kColumns>
+template <typename PartElement, typename OutElement, typename SlotsOf, int kColumns,
+          int kPartsInFlight>
 struct MergeTraits {
     using Part = PartElement;
     using Out = OutElement;
@@ -18,7 +19,7 @@ struct MergeTraits {
     static constexpr int kVector = kColumns;  // columns of a thread
     // A running result takes part as the first partial and is updated in place.
     static constexpr bool kHasRunning = std::is_same_v<Slots, CsrSlots>;
-    static constexpr int kInFlight = 8;  // partials that a thread loads before it uses the first
+    static constexpr int kInFlight = kPartsInFlight;
     // A CTA holds whole heads, as many as fit the usual number of threads: few, so that a merge of
     // few rows still uses many SMs. A head of 512 columns loaded one by one needs the most.
     static constexpr int kUsualThreads = 128;
@@ -92,6 +93,7 @@ __device__ __forceinline__ void add_parts(const MergeKernelParams<typename Trait
     Packed<Part, Traits::kVector> part[Traits::kInFlight];
     float lse[Traits::kInFlight];
     float scale[Traits::kInFlight];
+    const Scales scales(params.part_scale);
     float max = merged->max;
 #pragma unroll
     for (int j = 0; j < Traits::kInFlight; ++j) {
@@ -99,7 +101,7 @@ __device__ __forceinline__ void add_parts(const MergeKernelParams<typename Trait
         if (first + j >= list.count) continue;
         const int64_t slot = list.slot(first + j);
         lse[j] = *row_of<float>(params.part_lse, slot, head);
-        scale[j] = scale_of(params.part_scale, slot, head);
+        scale[j] = scales.of(slot, head);
         part[j] =
             load_packed<Part, Traits::kVector>(row_of<Part>(params.part_out, slot, head) + column);
     }
@@ -138,13 +140,19 @@ __global__ void __launch_bounds__(Traits::kMaxThreads)
     float* lse = mutable_row_of<float>(params.lse, list.row, head);
     auto* out = mutable_row_of<typename Traits::Out>(params.out, list.row, head) + column;
     const float running = Traits::kHasRunning ? *lse : -INFINITY;
+    const bool is_alone = list.count == 0 && isfinite(running);  // and stays as it is
+    // On its way before the barrier.
+    Packed<typename Traits::Out, kVector> running_out{};
+    if (Traits::kHasRunning && list.count > 0) {
+        running_out = load_packed<typename Traits::Out, kVector>(out);
+    }
     // lse is written below, by one thread of the head, when all have read it.
     if constexpr (Traits::kHasRunning) __syncthreads();
-    if (!is_inside) return;
+    if (!is_inside || is_alone) return;
     Merged<kVector> merged;
     if constexpr (Traits::kHasRunning) {
         merged.rescale(running);
-        merged.add(running, 1.0f, load_values<typename Traits::Out, kVector>(out));
+        merged.add(running, 1.0f, unpack<typename Traits::Out, kVector>(running_out));
     }
     for (int first = 0; first < list.count; first += Traits::kInFlight) {
         add_parts<Traits>(params, list, first, head, column, &merged);
@@ -176,20 +184,29 @@ void launch_merge(const MergeKernelParams<typename Traits::Slots>& params, void*
     launch(merge_kernel<Traits>, config, params);
 }
 
-template <typename Part>
+template <typename Part, int kInFlight>
 void merge_csr(const MergeKernelParams<CsrSlots>& params, void* stream) {
     constexpr int kVector = kVectorBytes / sizeof(Part);
     if (is_wide(params.out, kVector) && is_wide(params.part_out, kVector)) {
-        launch_merge<MergeTraits<Part, float, CsrSlots, kVector>>(params, stream);
+        launch_merge<MergeTraits<Part, float, CsrSlots, kVector, kInFlight>>(params, stream);
     } else {
-        launch_merge<MergeTraits<Part, float, CsrSlots, 1>>(params, stream);
+        launch_merge<MergeTraits<Part, float, CsrSlots, 1, kInFlight>>(params, stream);
+    }
+}
+
+template <typename Part>
+void merge_csr_of(const MergeKernelParams<CsrSlots>& params, int64_t num_slots, void* stream) {
+    if (has_few_parts(num_slots, params.num_rows)) {
+        merge_csr<Part, kFewInFlight>(params, stream);
+    } else {
+        merge_csr<Part, kManyInFlight>(params, stream);
     }
 }
 
 template <typename Out>
 void merge_strided(const MergeKernelParams<StridedSlots>& params, void* stream) {
     constexpr int kVector = kVectorBytes / sizeof(float);
-    launch_merge<MergeTraits<float, Out, StridedSlots, kVector>>(params, stream);
+    launch_merge<MergeTraits<float, Out, StridedSlots, kVector, kManyInFlight>>(params, stream);
 }
 
 }  // namespace
@@ -225,13 +242,14 @@ void merge(const MergeParams& params) {
     kernel_params.slots.ptr = params.part_ptr;
     kernel_params.slots.slots = params.part_slots;
     kernel_params.num_rows = out.rows;
+    void* stream = params.launch.stream;
     switch (params.part_out.dtype) {
         case DType::kFloat32:
-            return merge_csr<float>(kernel_params, params.launch.stream);
+            return merge_csr_of<float>(kernel_params, params.num_slots, stream);
         case DType::kBFloat16:
-            return merge_csr<__nv_bfloat16>(kernel_params, params.launch.stream);
+            return merge_csr_of<__nv_bfloat16>(kernel_params, params.num_slots, stream);
         case DType::kFloat16:
-            return merge_csr<__half>(kernel_params, params.launch.stream);
+            return merge_csr_of<__half>(kernel_params, params.num_slots, stream);
     }
 }
 

@@ -1,10 +1,10 @@
 // Joining partials by their log-sum-exp: the kernel behind merge_partials_ and behind a forward
 // whose keys were split over CTAs.
 //
-// Each thread owns 16 bytes of a row's head and walks over its partials in their order, 8 in flight
-// at once, keeping the weighted sum relative to the largest lse so far. Threads of a head repeat
-// the few scalar steps instead of sharing them: nothing waits for anything but memory. Every
-// partial is read once, the result is written once.
+// Each thread owns 16 bytes of a row's head and walks over its partials in their order, several in
+// flight at once, keeping the weighted sum relative to the largest lse so far. Threads of a head
+// repeat the few scalar steps instead of sharing them: nothing waits for anything but memory. Every
+// partial is read once, the result is written once, and not where there is no partial.
 #pragma once
 
 #include "attention/params.h"

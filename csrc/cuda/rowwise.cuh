@@ -16,6 +16,15 @@ inline constexpr int kWarpsPerCta = 8;  // 256 threads: 8 CTAs fill an SM at 32 
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 inline constexpr int kVectorBytes = 16;  // the widest load of a thread
 
+// Partials that a thread loads before it uses the first: many where rows have many, else few, so
+// that more threads fit an SM.
+inline constexpr int kManyInFlight = 8;
+inline constexpr int kFewInFlight = 2;
+
+inline bool has_few_parts(int64_t num_parts, int64_t num_rows) {
+    return num_parts <= kFewInFlight * num_rows;
+}
+
 template <int kVector>
 struct Values {
     float x[kVector];
@@ -38,10 +47,27 @@ __device__ __forceinline__ Element* mutable_row_of(const Rows& tensor, int64_t r
     return static_cast<Element*>(tensor.data) + row * tensor.row_stride + head * tensor.head_stride;
 }
 
-// Factor of a partial; 1 where it travels unscaled.
-__device__ __forceinline__ float scale_of(const Rows& scale, int64_t row, int64_t head) {
-    return scale.data == nullptr ? 1.0f : *row_of<float>(scale, row, head);
-}
+// Factors of partials. Where they travel unscaled it is one 1 for all, so that a thread's loads
+// have no branch between them: with one a merge of 8 is 14 % slower.
+struct Scales {
+    const float* data;
+    int64_t row_stride;
+    int64_t head_stride;
+
+    __device__ __forceinline__ explicit Scales(const Rows& scale)
+        : data(static_cast<const float*>(scale.data)),
+          row_stride(scale.row_stride),
+          head_stride(scale.head_stride) {
+        static __device__ const float one = 1.0f;
+        if (data == nullptr) {
+            data = &one;
+            row_stride = head_stride = 0;
+        }
+    }
+    __device__ __forceinline__ float of(int64_t row, int64_t head) const {
+        return data[row * row_stride + head * head_stride];
+    }
+};
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }

@@ -140,6 +140,9 @@ def transport_of(
 ) -> Transport | None:
     """The group as a transport for tensors on `device`; None for a group of one.
 
+    All ranks of the group must call it together. "auto" is symmetric memory where the GPUs of an
+    NCCL group can read each other's, else the backend of the group.
+
     Args:
         group: the context-parallel group.
         device: where the tensors are.
@@ -170,6 +173,8 @@ def transport_of(
             "--distributed-backend nccl, or --splitkv-transport gloo to stage all rows through "
             "host memory, which is slow and meant for several processes on one GPU"
         )
+    if (choice, backend) == ("auto", "nccl") and reason_against(group, device) is None:
+        return SymmetricTransport(group, device)
     return ProcessGroupTransport(group=group)
 
 

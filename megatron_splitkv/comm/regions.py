@@ -56,10 +56,3 @@ class Regions:
             self._used.append(_Region(begin, number, tuple(readers)))
         self._end = end
         return begin, waits
-
-    def pending(self) -> dict[int, int]:
-        """As `take` returns, for the whole buffer."""
-        waits: dict[int, int] = {}
-        for region in self._used:
-            waits |= dict.fromkeys(region.readers, region.number)
-        return waits

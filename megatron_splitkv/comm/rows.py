@@ -7,7 +7,10 @@ the same collectives in the same order, also with zero rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,12 +36,7 @@ class RowFormat:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, each field padded to 16 bytes."""
-        return sum(self._field_bytes)
-
-    @property
-    def _field_bytes(self) -> list[int]:
-        sizes = [prod(shape) * dtype.itemsize for shape, dtype in self.fields]
-        return [-(-size // WIRE_ALIGNMENT_BYTES) * WIRE_ALIGNMENT_BYTES for size in sizes]
+        return _inside(self).row_bytes
 
     def pack(
         self,
@@ -64,21 +62,37 @@ class RowFormat:
 
     def cleared(self, packed: Tensor) -> Tensor:
         """Packed rows to be written through `unpack`; bytes between fields are zero."""
-        has_gaps = any(
-            size != prod(shape) * dtype.itemsize
-            for (shape, dtype), size in zip(self.fields, self._field_bytes, strict=True)
-        )
-        return packed.zero_() if has_gaps else packed
+        return packed.zero_() if _inside(self).has_gaps else packed
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         """Views the fields of packed rows, `[num_rows, *shape]` each; no copy."""
-        views: list[Tensor] = []
-        offset = 0
-        for (shape, dtype), size in zip(self.fields, self._field_bytes, strict=True):
-            field = packed[:, offset : offset + prod(shape) * dtype.itemsize].view(dtype)
-            views.append(field.view(len(packed), *shape))
-            offset += size
-        return views
+        return [
+            packed[:, begin:end].view(dtype).view(len(packed), *shape)
+            for (shape, dtype), (begin, end) in zip(self.fields, _inside(self).places, strict=True)
+        ]
+
+
+class _Inside(NamedTuple):
+    """What follows from a format.
+
+    Attributes:
+        places: bytes `[begin, end)` of each field in a row.
+        row_bytes: of a row.
+        has_gaps: there are bytes between fields.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    row_bytes: int
+    has_gaps: bool
+
+
+@cache
+def _inside(row_format: RowFormat) -> _Inside:
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in row_format.fields]
+    padded = [-(-size // WIRE_ALIGNMENT_BYTES) * WIRE_ALIGNMENT_BYTES for size in sizes]
+    begins = list(accumulate(padded, initial=0))
+    places = tuple((begin, begin + size) for begin, size in zip(begins, sizes, strict=False))
+    return _Inside(places=places, row_bytes=begins[-1], has_gaps=padded != sizes)
 
 
 def _copy_rows(target: Tensor, source: Tensor, rows: Tensor | None) -> None:

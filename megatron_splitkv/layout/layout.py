@@ -74,7 +74,7 @@ class ShardLayout:
             sees, else None.
         kv_padding: `[num_kv_rows]` bool, True at pads; None when the pack has none.
         query_padding: likewise for the own query rows, `[num_query_rows]`.
-        stages: exchanges with the other ranks, nearest first.
+        stages: exchanges with the other ranks, nearest first, without those of no row at all.
     """
 
     fingerprint: str
@@ -204,12 +204,15 @@ class _StageBuilder:
             )
             for index in range(num_pieces):
                 piece = _Piece(index, num_pieces)
+                counts_of_piece = piece.count(of_group)
+                if not counts_of_piece.any():  # on no rank
+                    continue
                 stages.append(
                     self._stage(
                         owned,
                         np.concatenate([piece.of(rows) for rows in sent]),
                         np.concatenate([piece.of(rows) for rows in received]),
-                        piece.count(of_group),
+                        counts_of_piece,
                         everything,
                     )
                 )

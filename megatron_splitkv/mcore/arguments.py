@@ -84,8 +84,8 @@ def add_splitkv_args(parser: ArgumentParser) -> ArgumentParser:
         type=int,
         default=defaults.num_stages,
         metavar="N",
-        help="exchanges that the other ranks' queries are cut into: 1 is everything at once, 8 "
-        "takes less memory and overlaps more (default: %(default)s)",
+        help="most exchanges that the other ranks' queries are cut into: 1 is everything at once, "
+        "8 takes less memory and overlaps more (default: %(default)s)",
     )
     _add_exchange_args(group, defaults)
     _add_balance_args(group, defaults)
@@ -106,9 +106,10 @@ def _add_exchange_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
         "--splitkv-transport",
         default=defaults.transport,
         metavar="{auto,nccl,symmetric,gloo}",
-        help="what rows travel by: auto is the backend of the process group; symmetric has the "
-        "GPUs of one host read each other's memory by copy engines; gloo stages the rows of a GPU "
-        "through host memory, for processes that share one (default: %(default)s)",
+        help="what rows travel by: symmetric has the GPUs of one host read each other's memory by "
+        "copy engines; auto is that where it can be had, else the backend of the process group; "
+        "gloo stages the rows of a GPU through host memory, for processes that share one "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--splitkv-keep-queries",
@@ -222,6 +223,34 @@ def validate_splitkv_args(args: Namespace) -> list[str]:
         _check_packed(args)
     _check_loss(args)
     return _switch_defaults(args)
+
+
+def settle_transport(args: Namespace) -> list[str]:
+    """Keeps symmetric memory from interleaved pipelines; call it after Megatron's validation.
+
+    Its buffers grow by waiting for the device, on all ranks of the group. An interleaved schedule
+    keeps receives posted while layers run, and the wait would include them: two stages could wait
+    for each other.
+
+    Args:
+        args: validated arguments, changed in place.
+    Returns:
+        One sentence if the transport was chosen here.
+    Raises:
+        UnsupportedError: symmetric memory was asked for.
+    """
+    if args.virtual_pipeline_model_parallel_size is None:
+        return []
+    if args.splitkv_transport == "symmetric":
+        raise UnsupportedError(
+            "--splitkv-transport=symmetric does not work with virtual pipeline stages: its buffers "
+            "grow by waiting for the device, which has receives of other stages to wait for; use "
+            "nccl"
+        )
+    if args.splitkv_transport != "auto" or args.distributed_backend != "nccl":
+        return []
+    args.splitkv_transport = "nccl"
+    return ["set --splitkv-transport nccl: symmetric memory does not suit interleaved pipelines"]
 
 
 def check_stock_context_parallelism(args: Namespace) -> None:

@@ -15,5 +15,6 @@ def hook_faults() -> dict[str, str | None]:
         *norm.norm_replacements(),
         *upstream_fixes.wheel_replacements(),
         *upstream_fixes.packed_replacements(),
+        *upstream_fixes.gloo_replacements(),
     ]
     return {item.target: hooks.fault_of(item) for item in replacements}

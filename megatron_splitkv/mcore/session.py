@@ -8,6 +8,7 @@ from megatron_splitkv.mcore.module import SplitKVAttention
 from megatron_splitkv.mcore.plans import PlanBook
 from megatron_splitkv.mcore.timing import timing_from_args
 from megatron_splitkv.plan import Causal, Plan, Queries, Window
+from megatron_splitkv.plan.exchange import plan_exchange
 from megatron_splitkv.plan.report import AttentionShape, report_plan
 
 
@@ -82,7 +83,7 @@ def startup_line(
     report = report_plan(plan, shape, config)
     return (
         f"splitkv: impl=splitkv cp={plan.cp_size} block_size={plan.block_size} "
-        f"stages={min(config.num_stages, max(1, plan.cp_size - 1))} "
+        f"stages={plan_exchange(plan).num_exchanges(config.num_stages)} "
         f"partial_dtype={config.resolved_partial_dtype(shape.dtype)} transport={config.transport} "
         f"imbalance={report.cost_max_over_mean - 1:.1%} "
         f"hooks={num_hooks} bytes/layer fwd={_megabytes(report.bytes_forward)} "

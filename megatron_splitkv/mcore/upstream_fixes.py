@@ -4,11 +4,15 @@ Each entry says what breaks, where, and why the fix is safe. None changes the ma
 that already works.
 """
 
+import contextlib
 import importlib.util
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_splitkv.mcore.arguments import is_packed
 from megatron_splitkv.mcore.hooks import Replacement
@@ -46,6 +50,27 @@ def packed_replacements() -> list[Replacement]:
     ]
 
 
+def gloo_replacements() -> list[Replacement]:
+    """Fixes for GPUs over gloo, as when processes share one; see `is_gloo_on_gpus`.
+
+    Megatron coalesces the reductions of its gradient buckets, and gloo coalesces tensors of the
+    CPU only; one by one it takes those of a GPU. Each bucket is the sum that it was.
+    """
+    return [
+        Replacement(
+            target="megatron.core.distributed.param_and_grad_buffer:_coalescing_manager",
+            function=_reduce_one_by_one,
+            signature=("group", "device", "async_ops"),
+            wraps=True,
+        )
+    ]
+
+
+def is_gloo_on_gpus(args: Namespace) -> bool:
+    """Whether the groups of a run reduce tensors of GPUs by gloo."""
+    return args.distributed_backend == "gloo" and torch.cuda.is_available()
+
+
 def allow_packed_microbatches(args: Namespace) -> None:
     """Lets several packed sequences of one microbatch pass between pipeline stages.
 
@@ -64,6 +89,19 @@ def allow_packed_microbatches(args: Namespace) -> None:
 
 def _already_compiled() -> None:
     """Stands for `compile_helpers` where the built extension came with the wheel."""
+
+
+def _reduce_one_by_one(
+    original: Callable[..., AbstractContextManager[object]],
+    group: object = None,
+    device: torch.device | None = None,
+    async_ops: bool = False,
+) -> AbstractContextManager[object]:
+    """Coalesces nothing, so that each reduction runs where it is called.
+
+    Overlapped ones are waited for by the handle of the coalesced call, and stay as they are.
+    """
+    return original(group, device, async_ops=True) if async_ops else contextlib.nullcontext()
 
 
 def _build_on_every_stage(

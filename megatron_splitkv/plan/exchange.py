@@ -104,7 +104,9 @@ def plan_exchange(plan: Plan, queries: Queries | None = None) -> RowExchange:
     needed = tuple(_planner.needed_rows(plan.model(spec), plan.runs, plan.cp_size))
     counts = _planner.row_counts(owned, needed)
     num_rows, num_keys = counts.sum(axis=0), np.asarray(plan.tokens)
-    is_joint = plan.cp_size > 1 and bool((JOINT_KEYS_PER_ROW * num_rows <= num_keys).all())
+    is_joint = plan.cp_size > 1 and bool(
+        num_rows.any() and (JOINT_KEYS_PER_ROW * num_rows <= num_keys).all()
+    )
     return RowExchange(owned=owned, needed=needed, counts=counts, is_joint=is_joint)
 
 

@@ -14,7 +14,7 @@ from megatron_splitkv.comm import (
     return_rows,
 )
 from megatron_splitkv.layout import build_layout
-from megatron_splitkv.plan import Causal, Full, Plan, Window, make_plan
+from megatron_splitkv.plan import Causal, Full, Plan, Window, make_plan, plan_exchange
 from tests.gloo import run_gloo
 from tests.packs import owner_of_rows
 from tests.transports import on_gloo
@@ -134,7 +134,8 @@ def test_rows_go_out_and_answers_come_back(plan, num_stages):
     simulated = ThreadGroup(4).run(lambda transport: round_trip(transport, plan, num_stages))
     real = run_gloo(4, on_gloo, round_trip, plan, num_stages)
     for mine, theirs in zip(simulated, real, strict=True):
-        assert len(mine) == len(theirs) == min(num_stages, 3)
+        is_any = plan_exchange(plan).travelling().any()
+        assert len(mine) == len(theirs) == (min(num_stages, 3) if is_any else 0)
         assert all(map(torch.equal, mine, theirs))
 
 

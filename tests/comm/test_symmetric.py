@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_splitkv.comm import SymmetricTransport, symmetric, transport_of
+from megatron_splitkv.comm import SymmetricTransport, process_group, symmetric, transport_of
 from megatron_splitkv.comm.symmetric import places_of
 from tests.gloo import run_gloo
 from tests.transports import check_exchange, counts_between, exchange_body, rows_between
@@ -35,7 +35,7 @@ def reason_on(hosts: list[str], has_access: bool) -> str | None:
     """What a GPU for each rank of a group gives, on these hosts."""
     rank = dist.get_rank()
     with (
-        mock.patch("socket.gethostname", return_value=hosts[rank]),
+        mock.patch.object(symmetric, "_host", return_value=("node", hosts[rank])),
         mock.patch.object(symmetric, "_uuid", side_effect=lambda index: f"GPU {index}"),
         mock.patch("torch.cuda.device_count", return_value=2),
         mock.patch("torch.cuda.can_device_access_peer", return_value=has_access or rank == 0),
@@ -46,9 +46,36 @@ def reason_on(hosts: list[str], has_access: bool) -> str | None:
 def test_other_hosts_and_gpus_that_cannot_be_read_are_refused_on_every_rank():
     assert run_gloo(2, reason_on, ["a", "a"], True) == [None] * 2
     for text in run_gloo(2, reason_on, ["a", "b"], True):
-        assert text == "it needs all context-parallel ranks on one host, got a, b"
+        assert text == "it needs all context-parallel ranks on one host, got 2: node"
     for text in run_gloo(2, reason_on, ["a", "a"], False):
         assert text == "ranks [1] cannot read the memory of all the others' GPUs"
+
+
+def reason_with_hidden_gpus() -> str | None:
+    """What processes give that see but their own GPU, each as number 0."""
+    mine = f"GPU {dist.get_rank()}"
+    with mock.patch.object(symmetric, "_uuid", return_value=mine):
+        return symmetric.reason_against(dist.group.WORLD, torch.device("cuda", 0))
+
+
+def test_hidden_gpus_are_refused():
+    for text in run_gloo(2, reason_with_hidden_gpus):
+        assert "theirs are numbered [0, 0]; do not hide GPUs by CUDA_VISIBLE_DEVICES" in text
+
+
+def is_symmetric_by_default(reason: str | None) -> bool:
+    """What a group of NCCL gives when nothing is asked for."""
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
+        mock.patch.object(process_group, "reason_against", return_value=reason),
+        mock.patch.object(process_group, "SymmetricTransport") as made,
+    ):
+        return transport_of(dist.group.WORLD, torch.device("cuda", 0)) is made.return_value
+
+
+def test_memory_is_read_by_default_where_it_can_be():
+    assert run_gloo(2, is_symmetric_by_default, None) == [True, True]
+    assert run_gloo(2, is_symmetric_by_default, "two hosts") == [False, False]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -59,11 +86,11 @@ def test_a_rank_finds_its_rows_in_what_the_others_show(size):
         for source in range(size)
     ]
     for rank in range(size):
-        region, begins = places_of(counts, rank, row_bytes=16)
+        region, begins, coming = places_of(counts, rank, row_bytes=16)
         assert region == max(rows.numel() for rows in shown)
-        for source, begin in enumerate(begins):
+        for source, (begin, num_bytes) in enumerate(zip(begins, coming, strict=True)):
             due = rows_between(source, rank, int(counts[source, rank]), 16).flatten()
-            assert torch.equal(shown[source].flatten()[begin : begin + len(due)], due)
+            assert torch.equal(shown[source].flatten()[begin : begin + num_bytes], due)
 
 
 def my_device() -> torch.device:
@@ -91,6 +118,8 @@ def racing_body(num_calls: int) -> int:
     pauses = np.random.default_rng(rank)
     together = np.random.default_rng(7)
     wrong, pending = [], []
+    nothing = transport.send_buffer(np.zeros((2, 2), dtype=np.int64), 64, device)
+    assert transport.exchange(nothing, np.zeros((2, 2), dtype=np.int64)).wait().shape == (0, 64)
     for call in range(num_calls):
         largest = 1 << int(together.integers(1, 19))  # grows the buffers now and then
         counts = together.integers(0, largest, (2, 2))

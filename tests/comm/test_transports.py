@@ -126,12 +126,12 @@ def test_pinned_rows_are_received_as_pinned():
 def chosen_of_both() -> list[str]:
     """What a group with a backend for each device gives, on the CPU."""
     with mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"):
-        wanted = [("cpu", "auto"), ("cpu", "gloo"), ("cuda", "auto"), ("cuda", "nccl")]
+        wanted = [("cpu", "auto"), ("cpu", "gloo"), ("cuda", "nccl")]
         return [chosen_on_gloo(*each) for each in wanted]
 
 
 def test_a_group_with_a_backend_for_each_device():
-    assert run_gloo(2, chosen_of_both) == [["ProcessGroupTransport"] * 4] * 2
+    assert run_gloo(2, chosen_of_both) == [["ProcessGroupTransport"] * 3] * 2
 
 
 # One GPU: simulated ranks on streams of their own, and processes that stage through the host.

@@ -127,15 +127,16 @@ def test_two_processes_on_one_gpu_over_gloo(example) -> None:
 @pytest.mark.parametrize(
     ("knobs", "arguments"),
     [
-        ({"CP": "2"}, ()),
+        ({"CP": "2"}, ("--splitkv-transport", "symmetric")),
+        ({"CP": "2"}, ("--splitkv-transport", "nccl")),
         ({"CP": "2", "PACKED": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, ()),
         ({"CP": "2"}, ("--splitkv-keep-queries", "--use-distributed-optimizer")),
         ({"CP": "2"}, ALL_RECOMPUTED),
         ({"CP": "1", "TP": "2"}, ()),
         ({"CP": "1", "PP": "2"}, ()),
     ],
-    ids=["cp2", "cp2-unpacked-expandable-segments", "cp2-kept-queries-distributed-optimizer",
-         "cp2-recompute", "tp2", "pp2"],
+    ids=["cp2-symmetric", "cp2-nccl", "cp2-unpacked-expandable-segments",
+         "cp2-kept-queries-distributed-optimizer", "cp2-recompute", "tp2", "pp2"],
 )  # fmt: skip
 def test_two_gpus_follow_one(example, knobs, arguments) -> None:
     knobs = {"PACKED": "1", **knobs}

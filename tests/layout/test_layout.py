@@ -37,20 +37,15 @@ def seen_here(intervals, num_rows: int, num_keys: int) -> np.ndarray:
     return (begin <= keys) & (keys < end)
 
 
-def stage_peers(layout: ShardLayout, num_stages: int) -> list[list[int]]:
-    """Distances of each stage, nearest first: what every rank must agree on.
-
-    A group of distances has as many stages as its rows have pieces.
-    """
+def groups_of_distances(layout: ShardLayout, num_stages: int) -> list[set[int]]:
+    """Distances that may share a stage, nearest first."""
     others = layout.cp_size - 1
     if not others:
         return []
     if layout.own is None:
-        return [list(range(layout.cp_size))]
+        return [set(range(layout.cp_size))]
     groups = np.array_split(np.arange(1, layout.cp_size), min(num_stages, others))
-    pieces, left = divmod(len(layout.stages), len(groups))
-    assert left == 0
-    return [group.tolist() for group in groups for _ in range(pieces)]
+    return [set(group.tolist()) for group in groups]
 
 
 class Ranks:
@@ -81,15 +76,17 @@ class Ranks:
         cp_size = self.plan.cp_size
         kinds = {tuple(stage.is_all_gather for stage in layout.stages) for layout in self.layouts}
         assert len(kinds) == 1, "every rank runs the same collectives"
-        for layout in self.layouts:
-            assert len(layout.stages) == len(stage_peers(layout, num_stages))
+        groups = groups_of_distances(self.layouts[0], num_stages)
         seen = [np.zeros(self.mask.shape, dtype=int) for _ in range(cp_size)]
-        for index, distances in enumerate(stage_peers(self.layouts[0], num_stages)):
-            stages = [layout.stages[index] for layout in self.layouts]
+        last = 0
+        for stages in zip(*(layout.stages for layout in self.layouts), strict=True):
+            distances = {
+                (s - d) % cp_size for s, d in zip(*stages[0].counts.nonzero(), strict=True)
+            }
+            (group,) = [index for index, group in enumerate(groups) if distances <= group]
+            assert distances and group >= last
+            last = group
             for rank, stage in enumerate(stages):
-                for peer in range(cp_size):
-                    if (rank - peer) % cp_size not in distances:
-                        assert stage.counts[rank, peer] == 0
                 np.testing.assert_array_equal(stage.counts, stages[0].counts)
                 self.check_returns(rank, stage)
             for rank in range(cp_size):
@@ -161,8 +158,7 @@ def test_every_pair_is_met_once_when_rows_are_cut(pack, cp_size, num_stages, min
         ranks.check_own()
         ranks.check_stages(num_stages)
         due = plan_exchange(plan).num_exchanges(num_stages)
-    assert {len(layout.stages) for layout in ranks.layouts} == {due}
-    assert due <= num_stages
+    assert all(len(layout.stages) <= due <= num_stages for layout in ranks.layouts)
 
 
 @settings(max_examples=60, deadline=None)
@@ -173,8 +169,9 @@ def test_every_pair_is_met_once_when_all_rows_are_done_at_once(pack, cp_size, nu
     with mock.patch.object(exchange, "JOINT_KEYS_PER_ROW", 0):
         ranks = Ranks(plan, num_stages)
     for layout in ranks.layouts:
-        assert (layout.own is None) == (cp_size > 1)
-        assert len(layout.stages) == (cp_size > 1)
+        is_joint = cp_size > 1 and ranks.mask.any()
+        assert (layout.own is None) == is_joint
+        assert len(layout.stages) == is_joint
     ranks.check_own()
     ranks.check_stages(num_stages)
 

@@ -1,9 +1,11 @@
 """Each fix acts where its fault is, and nowhere else."""
 
 from argparse import Namespace
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.core import parallel_state
 
 from megatron_splitkv.mcore import hooks, upstream_fixes
@@ -51,8 +53,30 @@ def test_middle_stages_get_document_lengths(monkeypatch, is_packed, tp_rank, exp
     assert built == [(dict, [1, 0, 0], expected, config)]
 
 
-def test_builder_still_has_the_expected_parameters():
-    hooks.install(upstream_fixes.packed_replacements()).uninstall()
+def test_names_still_have_the_expected_parameters():
+    for replacements in (upstream_fixes.packed_replacements(), upstream_fixes.gloo_replacements()):
+        hooks.install(replacements).uninstall()
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_buckets_are_reduced_one_by_one_unless_overlapped(is_overlapped):
+    (item,) = upstream_fixes.gloo_replacements()
+
+    def original(group, device, async_ops):
+        assert (group, device, async_ops) == ("group", None, True)
+        return nullcontext("handle")
+
+    with item.function(original, "group", async_ops=is_overlapped) as handle:
+        assert handle == ("handle" if is_overlapped else None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "has_gpu", "expected"),
+    [("gloo", True, True), ("gloo", False, False), ("nccl", True, False)],
+)
+def test_gloo_on_gpus_is_told_by_backend_and_device(monkeypatch, backend, has_gpu, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert upstream_fixes.is_gloo_on_gpus(Namespace(distributed_backend=backend)) is expected
 
 
 def arguments(**changes):

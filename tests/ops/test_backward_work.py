@@ -172,6 +172,34 @@ def test_items_of_like_cost_stay_in_the_order_of_the_keys() -> None:
     assert order == sorted(order)
 
 
+def test_rows_beyond_l2_come_in_bands() -> None:
+    """A row tile takes 512 KiB of each of 24 KV heads: a band has 64, 4 MiB of a query head."""
+    shape, items, _, segments, _ = _build(*_full(8192, 16384), 16384, heads=(192, 24))
+    assert shape["num_splits"] == 128
+    assert shape["is_head_major"]
+    assert items[:, 0].tolist() == [*range(128)] * 4, "band by band, the last ones short"
+    assert items[:, 3].tolist() == [64] * 128 + [32] * 128 + [16] * 256
+    starts = segments[items[:34, 1].long(), 0].tolist()
+    assert starts == [*range(0, 64, 2), 0, 2], "the first brings rows, the others find them"
+
+
+def test_rows_that_few_keys_visit_come_in_short_bands() -> None:
+    shape, items, *_ = _build(*_full(16384, 2048), 2048, heads=(64, 16))
+    assert shape["prefetches_dq"]
+    assert not shape["is_head_major"], "heads side by side share the adds that miss L2"
+    assert items[:, 3].unique().tolist() == [8, 16, 32]
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_bands_cover_pairs_once(is_deterministic: bool) -> None:
+    docs = torch.tensor([700, 50, 1600, 650])
+    ends = docs.cumsum(0)
+    begin = torch.repeat_interleave(ends - docs, docs).int()
+    end = torch.arange(1, 3001, dtype=torch.int32)
+    _check(begin, end, 3000, (256, 2), is_deterministic=is_deterministic)
+    _check(*_full(840, 4230), 4230, (64, 1), is_deterministic=is_deterministic)
+
+
 def test_short_queries_share_a_tile() -> None:
     shape, items, row_tiles, *_ = _build(*_full(16, 131072), 131072, heads=(32, 8))
     assert shape["heads_per_tile"] == 4

@@ -2,11 +2,12 @@
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from ops_contestants import FlashAttention3, Problem, TorchVarlen, contestants
 from ops_gate import Sample
 from ops_report import beside_aims, markdown
 from ops_shapes import AIMS, CPU_SHAPES, CUDA_SHAPES, SHAPES, Shape, parse_shape
-from ops_timing import lines_of
+from ops_timing import believable_tflops, lines_of
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.oracle import attend, mask_from_intervals
@@ -165,6 +166,31 @@ def test_aims_name_shapes_that_are_timed_by_default():
 
 
 def test_a_round_faster_than_the_gpu_can_be_is_left_out():
-    (line,) = lines_of("c16", "forward", {"ours": [1.0, 1.25, 2.0]}, 1e12)
+    (line,) = lines_of("c16", "forward", {"ours": [1.0, 1.25, 2.0]}, 1e12, highest_rate=880.0)
     assert (line.num_discarded, line.min_ms, line.rate) == (1, 1.25, pytest.approx(615.4, abs=0.1))
-    assert lines_of("c16", "forward", {"ours": [1.0]}, 1e12) == []
+    assert lines_of("c16", "forward", {"ours": [1.0]}, 1e12, highest_rate=880.0) == []
+
+
+def test_only_hopper_has_a_rate_that_no_round_can_exceed(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    assert believable_tflops(CPU) == math.inf
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
+    )
+    for capability, limit in (((9, 0), 881.0), ((10, 0), math.inf), ((8, 0), math.inf)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert believable_tflops(cuda) == pytest.approx(limit, abs=1.0)
+
+
+def test_a_contestant_without_a_believable_round_is_named(monkeypatch):
+    import bench_ops
+
+    monkeypatch.setattr(bench_ops, "believable_tflops", lambda _: 880.0)
+    args = bench_ops.build_parser().parse_args(["--device", "cpu"])
+    bench, shape = bench_ops.Bench(args, CPU), SHAPES["c16"]
+    bench._keep(shape, "forward", {"ours": [2.0], "cudnn": [1.0]}, 1e12)
+    assert [line.contestant for line in bench.lines] == ["ours"]
+    assert bench.notes == [
+        "c16: every round of cudnn forward is beyond 880 TFLOP/s, which this GPU cannot reach; "
+        "none is believed"
+    ]

@@ -229,6 +229,19 @@ def test_repeats_are_bitwise_equal(rows: int, dims: tuple[int, int]) -> None:
         assert torch.equal(dv, first[2])
 
 
+@pytest.mark.parametrize(("keys", "heads"), [(4230, (64, 1)), (2200, (128, 2))])
+def test_rows_beyond_l2_come_in_bands(keys: int, heads: tuple[int, int]) -> None:
+    """The sums of the deterministic mode, which has no bands, in another order."""
+    shape = Shape(rows=840, keys=keys, heads_q=heads[0], heads_kv=heads[1], dim_qk=128, dim_v=128)
+    case = make_backward_case(shape, intervals="full", seed=8)
+    out, lse = forward(case)
+    delta = attention_delta(case.dout, out)
+    dk, dv = (torch.ones(x.shape, device="cuda") for x in (case.k, case.v))
+    dq = backward(case, lse, delta, dk, dv)
+    for got, expected in zip((dq, dk, dv), _gradients(case, lse, delta), strict=True):
+        assert (got - expected).norm() <= 1e-4 * expected.norm()
+
+
 def test_capture_in_a_graph() -> None:
     shape = Shape(rows=500, keys=900, heads_q=8, heads_kv=2, dim_qk=128, dim_v=128)
     case = make_backward_case(shape, intervals="random", seed=8)

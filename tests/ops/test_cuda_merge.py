@@ -41,6 +41,21 @@ def test_merge_equals_the_cpu(
     torch.testing.assert_close(cuda_lse.cpu(), lse, rtol=1e-6, atol=2e-6)
 
 
+def test_row_without_partials_keeps_its_bits() -> None:
+    """It is not even written; but an empty one is cleared, and NaN in its lse makes it NaN."""
+    out, lse = torch.ones(3, 2, 128, device="cuda"), torch.randn(3, 2, device="cuda")
+    lse[1], lse[2] = -torch.inf, torch.nan
+    out[0, 0, 0], out[1] = -0.0, torch.nan
+    before = out[0].clone(), lse[0].clone()
+    none = torch.zeros(4, dtype=torch.int32, device="cuda")
+    part_out, part_lse = torch.ones(1, 2, 128, device="cuda"), torch.ones(1, 2, device="cuda")
+    merge_partials_(out, lse, part_out, part_lse, none, none[:0])
+    assert torch.equal(out[0].view(torch.int32), before[0].view(torch.int32))
+    assert torch.equal(lse[0], before[1])
+    assert (out[1] == 0).all() and (lse[1] == -torch.inf).all()
+    assert out[2].isnan().all() and lse[2].isnan().all()
+
+
 def test_nan_is_not_taken_for_empty() -> None:
     """Rows: NaN beside an empty running result, NaN after 8 empty partials, nothing at all."""
     counts = torch.tensor([0, 1, 10, 12])

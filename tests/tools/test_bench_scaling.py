@@ -51,6 +51,8 @@ def test_what_weak_and_strong_scaling_share_is_run_once():
     assert {case.methods for case in cases if case.cp_size == 1} == {("split-kv",)}
     assert {kind_of(case.workload) for case in cases} == set(KINDS)
     assert all(case.kind == kind_of(case.workload) for case in cases)
+    strong = {(case.workload.name, case.cp_size) for case in cases if not case.is_weak}
+    assert strong == {("4k-gqa", 1), ("64-4k", 1)}
 
 
 def test_the_dearest_is_dropped_by_name_other_methods_first():
@@ -90,12 +92,16 @@ def test_the_fit_finds_terms_that_predict_the_group_that_was_left_out():
     for kind, found in calibrations.items():
         assert found.pair_ns == pytest.approx(terms[kind].pair_ns, rel=0.05)
     assert calibrations["causal"].link_gb_per_s == pytest.approx(180.0, rel=0.1)
+    text = markdown(Report(rows=[], dropped=[], calibrations=calibrations, checked=checked), [])
+    assert "us; worst error" in text
 
 
 def test_one_rank_says_nothing_about_the_link():
     calibrations, checked = fit(made_up(dict.fromkeys(KINDS, TERMS), (1, 2)), TERMS)
     assert calibrations["rows"].link_gb_per_s == TERMS.link_gb_per_s
     assert {one.measured.cp_size for one in checked if one.is_fitted} == {1}
+    text = markdown(Report(rows=[], dropped=[], calibrations=calibrations, checked=checked), [])
+    assert "link 180 GB/s, 60 us, as given" in text
     with pytest.raises(ValueError, match="nothing to fit"):
         fit([], TERMS)
 
@@ -129,7 +135,7 @@ def test_shares_are_of_the_best_rate_of_one_rank(tmp_path):
         line("512k-gqa", "ulysses", 8, None, "4 kv heads do not divide"),
         line("8k-512k", "split-kv", 8, 480.0),  # no rate of one rank for this kind
     ]
-    rows = rows_of(lines)
+    rows = rows_of(lines, {("64k-gqa", 1), ("512k-gqa", 8)})
     assert [row.share for row in rows] == [1.0, 0.8, 0.96, 0.48, None, None]
     assert rows[2].planned_imbalance == pytest.approx(1.0, abs=2e-3)
     assert rows[3].planned_imbalance is None
@@ -137,8 +143,15 @@ def test_shares_are_of_the_best_rate_of_one_rank(tmp_path):
         Projected(kind="causal", tokens_per_rank=64 * K, cp_size=n, layer_us=1.0, share=0.9)
         for n in (8, 64)
     ]
-    text = markdown(Report(rows=rows, dropped=["1m-gqa at cp 8"], projected=ahead), ["512k-gqa"])
+    report = Report(
+        rows=rows, dropped=["1m-gqa at cp 8"], projected=ahead, network_gb_per_s=45.0
+    )  # fmt: skip
+    text = markdown(report, ["512k-gqa", "16k-gqa"])
     assert "## Strong scaling, 512k-gqa" in text
+    weak, _, strong = text.partition("## Strong scaling")
+    assert "| 64k " in weak and "| 16k " not in weak  # 16K is not one of its points
+    assert "| 16k " in strong
+    assert "nodes of 8 ranks with 45 GB/s of each rank between them, as given" in text
     assert "- not run: 1m-gqa at cp 8" in text
     assert "- 512k-gqa, ulysses at cp 8: 4 kv heads do not divide" in text
     cells = [[cell.strip() for cell in x.split("|")[1:-1]] for x in text.splitlines()]

@@ -39,7 +39,7 @@ struct BackwardLoader {
     const BackwardKernelParams& params;
     Smem& smem;
     RingCursor<kBackwardItemSlots> at_work;
-    RingCursor<1> at_kv;
+    RingCursor<Traits::kKeyStages> at_k;
     RingCursor<Traits::kStages> at_q;
     RingCursor<Traits::kDoutStages> at_dout;
 
@@ -98,16 +98,23 @@ struct BackwardLoader {
         at_work.advance();
     }
 
+    // First what is free first.
     SPLITKV_DEVICE void load_keys(const KvTileWork& work) {
-        smem.k_barriers.wait_empty(at_kv);
-        load_boxes<Traits::kQkChunks, Traits::kKeys>(&params.k, ptx::smem_address(smem.k),
-                                                     smem.k_barriers.full_address(0), work.kv_head,
-                                                     work.key_begin, Traits::kKBytes);
-        smem.v_barriers.wait_empty(at_kv);
+        if constexpr (Traits::kKeyStages > 1) load_k(work);
+        smem.v_barriers.wait_empty(place_of_item(at_k));
         load_boxes<Traits::kVChunks, Traits::kKeys>(&params.v, ptx::smem_address(smem.v),
                                                     smem.v_barriers.full_address(0), work.kv_head,
                                                     work.key_begin, Traits::kVBytes);
-        at_kv.advance();
+        if constexpr (Traits::kKeyStages == 1) load_k(work);
+        at_k.advance();
+    }
+
+    SPLITKV_DEVICE void load_k(const KvTileWork& work) {
+        smem.k_barriers.wait_empty(at_k);
+        load_boxes<Traits::kQkChunks, Traits::kKeys>(
+            &params.k, ptx::smem_address(smem.k) + at_k.stage * Traits::kKBytes,
+            smem.k_barriers.full_address(at_k.stage), work.kv_head, work.key_begin,
+            Traits::kKBytes);
     }
 
     SPLITKV_DEVICE void load_rows(const StepWork& step) {

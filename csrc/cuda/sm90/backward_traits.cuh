@@ -89,7 +89,7 @@ struct BackwardTraits {
     static constexpr int kDqBoxes = kDqColumns / kBoxColumns;  // of one consumer
     static constexpr int kDqBytes = kDqBoxes * kBoxBytes;
     // dv, then dk of a consumer leave in pieces of 64 columns. Each is staged in one of the
-    // consumer's buffers: that of dq, a spare one, its part of ds.
+    // consumer's buffers, first what is free first: a spare one, its part of ds, that of dq.
     static constexpr bool kSplitsKeys = true;
     static constexpr int kDkColumns = kDimQk;
     static constexpr int kDvColumns = kDimV;
@@ -98,8 +98,11 @@ struct BackwardTraits {
     static constexpr int kPieces = kDvPieces + kDkColumns / kPieceColumns;
     static constexpr int kPieceBytes = 2 * kBoxBytes;
     static constexpr bool kHasOneBuffer = false;
-    static constexpr bool kHasSpare = kPieces > 2;
-    static constexpr int kDsPiece = kHasSpare ? 2 : 1;  // the one that is staged where ds was
+    static constexpr bool kHasSpare = kPieces > 2;      // for the first piece and the last
+    static constexpr int kDsPiece = kHasSpare ? 1 : 0;  // the one that is staged where ds was
+    static constexpr int kDqPiece = kDsPiece + 1;
+    // Where there is room, k of the next item comes during this one.
+    static constexpr int kKeyStages = kHasSpare ? 1 : 2;
     static constexpr int kProducerRegisters = 40;
     static constexpr int kConsumerRegisters = 232;
 
@@ -119,7 +122,7 @@ struct BackwardTraits {
 
 template <typename Traits>
 struct BackwardSmem {
-    alignas(kSwizzleBytes) uint8_t k[Traits::kKBytes];
+    alignas(kSwizzleBytes) uint8_t k[Traits::kKeyStages][Traits::kKBytes];
     alignas(kSwizzleBytes) uint8_t v[Traits::kVBytes];
     alignas(kSwizzleBytes) uint8_t q[Traits::kStages][Traits::kQBytes];
     alignas(kSwizzleBytes) uint8_t dout[Traits::kStages][Traits::kDoutBytes];
@@ -132,7 +135,7 @@ struct BackwardSmem {
     int32_t is_masked[Traits::kStages];
     KvTileWork work[kBackwardItemSlots];
     RingBarriers<kBackwardItemSlots> work_barriers;
-    RingBarriers<1> k_barriers;
+    RingBarriers<Traits::kKeyStages> k_barriers;
     RingBarriers<1> v_barriers;
     RingBarriers<Traits::kStages> q_barriers;
     RingBarriers<Traits::kStages> dout_barriers;
@@ -158,6 +161,14 @@ struct BackwardSmem {
     }
 };
 
+// The place of an item in a ring of one stage, as that of v or of a piece, by its place in that of
+// k: one cursor for both, as registers are scarce.
+template <int kKeyStages>
+SPLITKV_DEVICE RingCursor<1> place_of_item(const RingCursor<kKeyStages>& at_k) {
+    static_assert(kKeyStages <= 2, "the stage of two alternates as the parity of one does");
+    return {0, kKeyStages == 1 ? at_k.parity : static_cast<uint32_t>(at_k.stage)};
+}
+
 // Where a box of 32 columns of a piece of dv or dk is staged.
 template <typename Traits>
 SPLITKV_DEVICE uint32_t piece_box_address(const BackwardSmem<Traits>& smem, int consumer, int piece,
@@ -168,7 +179,7 @@ SPLITKV_DEVICE uint32_t piece_box_address(const BackwardSmem<Traits>& smem, int 
         return ptx::smem_address(smem.ds[box / kBoxes]) +
                (consumer * kBoxes + box % kBoxes) * kBoxBytes;
     }
-    const uint8_t* buffer = piece == 1 ? smem.spare[consumer] : smem.dq[consumer];
+    const uint8_t* buffer = piece == Traits::kDqPiece ? smem.dq[consumer] : smem.spare[consumer];
     return ptx::smem_address(buffer) + box * kBoxBytes;
 }
 

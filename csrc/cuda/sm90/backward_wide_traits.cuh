@@ -16,6 +16,7 @@ struct BackwardWideTraits {
     static constexpr int kConsumers = kTile.consumers;  // beside the one that computes scores
     static constexpr int kStages = kTile.q_stages;
     static constexpr int kDoutStages = kTile.dout_stages;
+    static constexpr int kKeyStages = 1;
     static constexpr int kThreads = (kConsumers + 2) * kWarpgroupThreads;
     static constexpr int kQkChunks = kDimQk / kChunkColumns;
     static constexpr int kVChunks = kDimV / kChunkColumns;
@@ -69,7 +70,7 @@ struct BackwardWideTraits {
 template <typename Element, int kDimQk, int kDimV>
 struct BackwardSmem<BackwardWideTraits<Element, kDimQk, kDimV>> {
     using Traits = BackwardWideTraits<Element, kDimQk, kDimV>;
-    alignas(kSwizzleBytes) uint8_t k[Traits::kKBytes];
+    alignas(kSwizzleBytes) uint8_t k[Traits::kKeyStages][Traits::kKBytes];
     alignas(kSwizzleBytes) uint8_t v[Traits::kVBytes];
     alignas(kSwizzleBytes) uint8_t q[Traits::kStages][Traits::kQBytes];
     alignas(kSwizzleBytes) uint8_t dout[Traits::kDoutStages][Traits::kDoutBytes];
@@ -81,7 +82,7 @@ struct BackwardSmem<BackwardWideTraits<Element, kDimQk, kDimV>> {
     int32_t is_masked[Traits::kStages];
     KvTileWork work[kBackwardItemSlots];
     RingBarriers<kBackwardItemSlots> work_barriers;
-    RingBarriers<1> k_barriers;
+    RingBarriers<Traits::kKeyStages> k_barriers;
     RingBarriers<1> v_barriers;
     RingBarriers<Traits::kStages> q_barriers;
     RingBarriers<Traits::kDoutStages> dout_barriers;

@@ -32,9 +32,8 @@ struct BackwardConsumer {
     Smem& smem;
     const int consumer;  // 0 .. kConsumers - 1
     RingCursor<kBackwardItemSlots> at_work;
-    RingCursor<1> at_kv;
     RingCursor<Traits::kStages> at_step;  // of q, dout, ds and, one step later, dq
-    uint32_t piece_parity = 0;            // of the item's dv and dk
+    RingCursor<Traits::kKeyStages> at_k;  // also of v and, in pieces, of dv and dk
     uint32_t k_low;                       // of the consumer's keys, left operand of s
     uint32_t v_low;                       // of the consumer's keys, left operand of dp
     uint32_t k_dq_low;                    // of all keys, right operand of dq
@@ -45,13 +44,8 @@ struct BackwardConsumer {
 
     SPLITKV_DEVICE BackwardConsumer(const BackwardKernelParams& in, Smem& s, int index)
         : params(in), smem(s), consumer(index) {
-        const int key_bytes = consumer * kWarpgroupRows * kRowBytes;
-        k_low = uniform(k_major_low(ptx::smem_address(smem.k) + key_bytes));
-        v_low = uniform(k_major_low(ptx::smem_address(smem.v) + key_bytes));
-        const int column_chunk =
-            Traits::kSplitsDqRows ? 0 : consumer * (Traits::kDqColumns / kChunkColumns);
-        k_dq_low = uniform(mn_major_low(
-            ptx::smem_address(smem.k) + column_chunk * Traits::kKeys * kRowBytes, Traits::kKeys));
+        v_low = uniform(k_major_low(ptx::smem_address(smem.v) + key_bytes()));
+        find_k();
     }
 
     static SPLITKV_DEVICE int warp() { return warp_of_warpgroup(); }
@@ -75,18 +69,28 @@ struct BackwardConsumer {
         for (int i = 0; i < Traits::kHeadDimQk / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < Traits::kHeadDimV / 2; ++i) dv[i] = 0.0f;
-        smem.k_barriers.wait_full(at_kv);
-        smem.v_barriers.wait_full(at_kv);
+        if constexpr (Traits::kKeyStages > 1) find_k();
+        smem.k_barriers.wait_full(at_k);
         next_step<true>(work.num_steps == 1);
         for (int i = 2; i <= work.num_steps; ++i) next_step<false>(i == work.num_steps);
         last_dq();
-        at_kv.advance();
-        smem.dq_barriers[consumer].wait_empty_of(at_step.previous());
         stage_pieces<0>();
-        piece_parity ^= 1;
+        at_k.advance();
     }
 
   private:
+    // Of the consumer's keys in a tile of k or v.
+    SPLITKV_DEVICE int key_bytes() const { return consumer * kWarpgroupRows * kRowBytes; }
+
+    SPLITKV_DEVICE void find_k() {
+        const uint32_t k = ptx::smem_address(smem.k) + at_k.stage * Traits::kKBytes;
+        k_low = uniform(k_major_low(k + key_bytes()));
+        const int column_chunk =
+            Traits::kSplitsDqRows ? 0 : consumer * (Traits::kDqColumns / kChunkColumns);
+        k_dq_low =
+            uniform(mn_major_low(k + column_chunk * Traits::kKeys * kRowBytes, Traits::kKeys));
+    }
+
     // Two neighbouring rows of the thread in column group `group`, of an array over the tile's
     // rows.
     SPLITKV_DEVICE int row_of_group(int group) const { return 8 * group + 2 * (lane() % 4); }
@@ -110,6 +114,7 @@ struct BackwardConsumer {
         ptx::wgmma_fence();
         issue_s(s);
         smem.dout_barriers.wait_full(at_step);
+        if constexpr (kIsFirst) smem.v_barriers.wait_full(place_of_item(at_k));
         ptx::wgmma_fence();
         issue_dp(dp);
         ptx::wgmma_wait_group<1>();
@@ -121,14 +126,14 @@ struct BackwardConsumer {
         pack(s, p);
         ptx::wgmma_wait_group<0>();
         ptx::pin(dp);
-        if (is_last) smem.v_barriers.release(at_kv);
+        if (is_last) smem.v_barriers.release(place_of_item(at_k));
         float delta[2 * kColumnGroups];
         load_pairs(smem.statistics[at_step.stage][1], delta);
 #pragma unroll
         for (int i = 0; i < kScoreRegisters; ++i) dp[i] = s[i] * (dp[i] - delta[pair_index(i)]);
         uint32_t ds[kRowSteps][4];
         pack(dp, ds);
-        wait_piece_empty(Traits::kDsPiece, piece_parity ^ 1);
+        wait_piece_empty(Traits::kDsPiece, item_parity() ^ 1);
         smem.ds_barriers.wait_empty(at_step);
         store_ds(ds);
         ptx::wgmma_fence();
@@ -164,7 +169,7 @@ struct BackwardConsumer {
         issue_dq(dq);
         ptx::wgmma_wait_group<0>();
         ptx::pin(dq);
-        smem.k_barriers.release(at_kv);
+        smem.k_barriers.release(at_k);
         store_dq(dq);
     }
 
@@ -292,7 +297,7 @@ struct BackwardConsumer {
     SPLITKV_DEVICE void store_dq(const float (&dq)[kDqRegisters]) {
         smem.ds_barriers.release(at_step.previous());
         smem.dq_barriers[consumer].wait_empty(at_step);  // the dq before, in the same buffer
-        wait_piece_empty(Traits::kPieces - 1, piece_parity ^ 1);
+        wait_piece_empty(Traits::kDqPiece, item_parity() ^ 1);
 #pragma unroll
         for (int box = 0; box < Traits::kDqBoxes; ++box) {
             store_box(dq + box * kBoxRegisters, params.softmax_scale,
@@ -308,8 +313,11 @@ struct BackwardConsumer {
         if constexpr (kPiece == Traits::kDsPiece) {
             ptx::barrier_sync(kDsBarrier, kConsumerThreads);
         }
+        if constexpr (kPiece == Traits::kDqPiece) {
+            smem.dq_barriers[consumer].wait_empty_of(at_step.previous());
+        }
         // The last piece shares the buffer of the first.
-        if constexpr (kPiece == 3) wait_piece_empty(0, piece_parity);
+        if constexpr (kPiece == 3) wait_piece_empty(0, item_parity());
         constexpr bool kIsDv = kPiece < Traits::kDvPieces;
         constexpr int kColumn = (kIsDv ? kPiece : kPiece - Traits::kDvPieces) * kChunkColumns;
         const float* acc = (kIsDv ? dv : dk) + kColumn / 2;
@@ -321,6 +329,8 @@ struct BackwardConsumer {
         hand_over(smem.piece_barriers[consumer].full_address(kPiece));
         if constexpr (kPiece + 1 < Traits::kPieces) stage_pieces<kPiece + 1>();
     }
+
+    SPLITKV_DEVICE uint32_t item_parity() const { return place_of_item(at_k).parity; }
 
     // Until the writer has read the piece of the item whose parity this is.
     SPLITKV_DEVICE void wait_piece_empty(int piece, uint32_t parity) const {

@@ -19,45 +19,43 @@ struct RowStatisticsParams {
     int32_t heads_per_tile;
 };
 
-// A CTA for each row tile, a thread for each (row of the tile, tile head); heads innermost, as lse
-// and delta lie in memory.
+// A thread for each (row of the tile, head), heads innermost, as lse and delta lie in memory; as
+// many CTAs for each row tile as that takes: few rows, too, are done at once.
 __global__ void row_statistics_kernel(const __grid_constant__ RowStatisticsParams params) {
     constexpr float kLog2E = 1.44269504088896340736f;
     const int tile = static_cast<int>(blockIdx.x);
     const cuda::BackwardRowTile row_tile = params.row_tiles[tile];
     const int num_heads = static_cast<int>(params.lse.heads);
     const int rows_of_tile = params.tile_rows / params.heads_per_tile;
-    for (int i = static_cast<int>(threadIdx.x); i < rows_of_tile * num_heads;
-         i += static_cast<int>(blockDim.x)) {
-        const int in_tile = i / num_heads;
-        const int head = i % num_heads;
-        const int64_t row = row_tile.row_begin + in_tile;
-        const bool is_row = in_tile < row_tile.num_rows;
-        const int32_t begin = is_row ? params.kv_begin[row] : 0;
-        const int32_t length = is_row ? params.kv_end[row] - begin : 0;
-        float lse = INFINITY;
-        float delta = 0.0f;
-        if (length > 0) {
-            const float value = static_cast<const float*>(
-                params.lse.data)[row * params.lse.row_stride + head * params.lse.head_stride];
-            if (value != -INFINITY) {
-                lse = value * kLog2E;
-                delta = static_cast<const float*>(
-                    params.delta
-                        .data)[row * params.delta.row_stride + head * params.delta.head_stride];
-            }
+    const int i = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x);
+    if (i >= rows_of_tile * num_heads) return;
+    const int in_tile = i / num_heads;
+    const int head = i % num_heads;
+    const int64_t row = row_tile.row_begin + in_tile;
+    const bool is_row = in_tile < row_tile.num_rows;
+    const int32_t begin = is_row ? params.kv_begin[row] : 0;
+    const int32_t length = is_row ? params.kv_end[row] - begin : 0;
+    float lse = INFINITY;
+    float delta = 0.0f;
+    if (length > 0) {
+        const float value = static_cast<const float*>(
+            params.lse.data)[row * params.lse.row_stride + head * params.lse.head_stride];
+        if (value != -INFINITY) {
+            lse = value * kLog2E;
+            delta = static_cast<const float*>(
+                params.delta.data)[row * params.delta.row_stride + head * params.delta.head_stride];
         }
-        const int tile_head = head / params.heads_per_tile;
-        const int place = in_tile * params.heads_per_tile + head % params.heads_per_tile;
-        float* target = params.statistics +
-                        (int64_t{tile_head} * params.num_row_tiles + tile) * 2 * params.tile_rows;
-        target[place] = lse;
-        target[params.tile_rows + place] = delta;
-        if (head < params.heads_per_tile) {
-            int32_t* limits = params.limits + (int64_t{tile} * params.tile_rows + place) * 2;
-            limits[0] = begin;
-            limits[1] = max(length, 0);
-        }
+    }
+    const int tile_head = head / params.heads_per_tile;
+    const int place = in_tile * params.heads_per_tile + head % params.heads_per_tile;
+    float* target = params.statistics +
+                    (int64_t{tile_head} * params.num_row_tiles + tile) * 2 * params.tile_rows;
+    target[place] = lse;
+    target[params.tile_rows + place] = delta;
+    if (head < params.heads_per_tile) {
+        int32_t* limits = params.limits + (int64_t{tile} * params.tile_rows + place) * 2;
+        limits[0] = begin;
+        limits[1] = max(length, 0);
     }
 }
 
@@ -79,9 +77,12 @@ void launch_row_statistics(const BackwardParams& params, const BackwardWorkArray
         backward_tile(static_cast<int>(shape.head_dim_qk), static_cast<int>(shape.head_dim_v)).rows;
     kernel_params.heads_per_tile = static_cast<int32_t>(shape.heads_per_tile);
     cuda::LaunchConfig config{};
-    constexpr unsigned kThreads = 256;
-    config.grid = dim3(static_cast<unsigned>(shape.num_row_tiles));
-    config.block = dim3(kThreads);
+    constexpr int64_t kThreads = 256;
+    const int64_t num_places =
+        kernel_params.tile_rows / kernel_params.heads_per_tile * shape.num_heads_q;
+    config.grid = dim3(static_cast<unsigned>(shape.num_row_tiles),
+                       static_cast<unsigned>((num_places + kThreads - 1) / kThreads));
+    config.block = dim3(static_cast<unsigned>(kThreads));
     config.cluster = cuda::no_cluster();
     config.stream = static_cast<cudaStream_t>(params.launch.stream);
     cuda::launch(row_statistics_kernel, config, kernel_params);

@@ -1,11 +1,12 @@
-"""Two GPUs over NCCL, in bf16: bits at any timing, many documents, and ranks that stop."""
+"""Two GPUs, in bf16: bits at any timing, many documents, and ranks that stop."""
 
 import gc
 import hashlib
+import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
-from megatron_splitkv.comm import Counts, Pending, Transport, transport_of
+from megatron_splitkv.comm import (
+    Counts,
+    PassingTransport,
+    Pending,
+    ProcessGroupTransport,
+    Transport,
+    transport_of,
+)
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
 from megatron_splitkv.plan import Causal, Full, Window, make_plan
@@ -25,49 +33,49 @@ from tests.ranks import Heads, join_ranks, random_inputs, run_rank, run_simulate
 from tests.tolerances import CUDA_BF16
 
 pytestmark = pytest.mark.multi_gpu
+each_transport = pytest.mark.parametrize("choice", ["nccl", "symmetric"])
 
 HEADS = Heads(q=4, kv=2, dim_qk=128, dim_v=128)
 LATE_S, SHORT_TIMEOUT_S = 20.0, 10.0  # the first call also sets the communicator up
-END_S = 60.0  # NCCL's watchdog writes down what hung before it ends the process
+END_S = 40.0
 
 
-def on_nccl(body: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> Any:
+def on_gpus(choice: str, body: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> Any:
     """Runs a body that takes a transport; each rank has a GPU of its own."""
     device = torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     group = dist.new_group(backend="nccl", device_id=device, timeout=timeout)
-    transport = transport_of(group, device)
+    transport = transport_of(group, device, choice)
     assert transport is not None
     return body(transport, *arguments)
 
 
 @dataclass
-class DelayedTransport:
-    """Puts random pauses of up to 5 ms before each collective and behind it, and in between on a
-    stream that only the collective waits for."""
+class DelayedTransport(PassingTransport):
+    """Puts random pauses of up to 5 ms before each collective and behind it.
 
-    inner: Transport
+    Attributes:
+        draw: how long they are.
+        side: if given, the stream that collectives start from, with a pause that nothing else
+            waits for; a collective of NCCL may be waited for by another stream than that.
+    """
+
     draw: random.Random
-    side: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def size(self) -> int:
-        return self.inner.size
+    side: torch.cuda.Stream | None = None
 
     def pause(self) -> None:
         torch.cuda._sleep(self.draw.randrange(8_000_000))
 
     def late(self, start: Callable[[], Pending]) -> Pending:
         self.pause()
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            self.pause()
+        if self.side is None:
             pending = start()
+        else:
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
+                self.pause()
+                pending = start()
 
         def finish() -> Tensor:
             rows = pending.wait()
@@ -77,8 +85,8 @@ class DelayedTransport:
 
         return Pending(finish)
 
-    def exchange(self, rows: Tensor, send_counts: Counts, recv_counts: Counts) -> Pending:
-        return self.late(lambda: self.inner.exchange(rows, send_counts, recv_counts))
+    def exchange(self, rows: Tensor, counts: Counts) -> Pending:
+        return self.late(lambda: self.inner.exchange(rows, counts))
 
     def all_gather(self, rows: Tensor) -> Pending:
         return self.late(lambda: self.inner.all_gather(rows))
@@ -90,9 +98,10 @@ def hashes_of_repeats(transport: Transport, num_repeats: int, is_delayed: bool) 
     plan = make_plan([3000, 1096], 2)
     inputs = random_inputs(plan, HEADS, torch.bfloat16, seed=22)
     found = set()
+    side = torch.cuda.Stream() if isinstance(transport, ProcessGroupTransport) else None
     for repeat in range(num_repeats):
         draw = random.Random(100 * repeat + transport.rank)
-        wrapped = DelayedTransport(transport, draw) if is_delayed else transport
+        wrapped = DelayedTransport(transport, draw, side) if is_delayed else transport
         digest = hashlib.sha256()
         for part in run_rank(plan, inputs, wrapped, SplitKVConfig(), device="cuda"):
             if part is not None:
@@ -103,9 +112,10 @@ def hashes_of_repeats(transport: Transport, num_repeats: int, is_delayed: bool) 
 
 
 # A22: one hash, whatever the timing.
-def test_the_same_bits_at_any_timing():
-    plain = run_gloo(2, on_nccl, hashes_of_repeats, 20, False)
-    delayed = run_gloo(2, on_nccl, hashes_of_repeats, 20, True)
+@each_transport
+def test_the_same_bits_at_any_timing(choice):
+    plain = run_gloo(2, on_gpus, choice, hashes_of_repeats, 20, False)
+    delayed = run_gloo(2, on_gpus, choice, hashes_of_repeats, 20, True)
     assert [len(found) for found in plain] == [1, 1]
     assert delayed == plain
 
@@ -181,9 +191,10 @@ def layer_of_documents(transport: Transport, doc_lens: list[int]) -> LayerFigure
 
 
 # A24: what a padded [documents, heads, longest] would need is 17 GB.
-def test_thousands_of_short_documents_beside_a_long_one():
+@each_transport
+def test_thousands_of_short_documents_beside_a_long_one(choice):
     doc_lens = [16] * 2048 + [32768] + [16] * 2048
-    for figures in run_gloo(2, on_nccl, layer_of_documents, doc_lens):
+    for figures in run_gloo(2, on_gpus, choice, layer_of_documents, doc_lens):
         print(figures)
         assert figures.lse_bytes <= 2 * 12.6e6
         assert figures.peak_bytes <= 8 * figures.query_bytes
@@ -206,8 +217,9 @@ def drift_of_random_steps(transport: Transport) -> int:
     return max(at_step[20:]) - at_step[20]
 
 
-def test_random_steps_leave_nothing_behind():
-    for drift in run_gloo(2, on_nccl, drift_of_random_steps):
+@each_transport
+def test_random_steps_leave_nothing_behind(choice):
+    for drift in run_gloo(2, on_gpus, choice, drift_of_random_steps):
         assert drift < 2**20
 
 
@@ -221,15 +233,21 @@ def late_rank(transport: Transport, seconds: float) -> list[Tensor | None]:
     return run_rank(plan, inputs, transport, SplitKVConfig(), device="cuda")
 
 
-def test_a_rank_that_is_late_changes_nothing():
+@each_transport
+def test_a_rank_that_is_late_changes_nothing(choice):
     plan = make_plan([700, 300], 2, block_size=64)
     inputs = random_inputs(plan, HEADS, torch.bfloat16)
-    got = join_ranks(plan, run_gloo(2, on_nccl, late_rank, LATE_S))
+    got = join_ranks(plan, run_gloo(2, on_gpus, choice, late_rank, LATE_S))
     assert got.fingerprint() == run_simulated(plan, inputs, device="cuda").fingerprint()
 
 
-def stopping_rank(how: str) -> None:
-    """Rank 1 stalls or raises before its second call, under a short timeout."""
+def stopping_rank(choice: str, how: str) -> None:
+    """Rank 1 stalls or raises before its second call, under a short timeout.
+
+    torch's watchdog sees the timeout of a collective of NCCL when it is due. By default it ends the
+    process a minute later, a minute for ranks to write down what hung.
+    """
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
 
     def body(transport: Transport) -> None:
         late_rank(transport, 0.0)
@@ -237,14 +255,16 @@ def stopping_rank(how: str) -> None:
             raise RuntimeError("rank 1 raises")
         late_rank(transport, 10 * END_S)
 
-    on_nccl(body, timeout_s=SHORT_TIMEOUT_S)
+    on_gpus(choice, body, timeout_s=SHORT_TIMEOUT_S)
 
 
+@each_transport
 @pytest.mark.parametrize(("how", "grace_s"), [("stalls", 1.0), ("raises", END_S)])
-def test_a_rank_that_stops_ends_the_other_within_the_timeout(monkeypatch, how, grace_s):
+def test_a_rank_that_stops_ends_the_other_within_the_timeout(monkeypatch, choice, how, grace_s):
     monkeypatch.setattr(gloo, "GRACE_S", grace_s)  # after the first failure: time for the other
+    gloo._close_all()  # the watchdog's settings are those of a process's first group
     start = time.monotonic()
-    survivor, stopped = run_outcomes(2, stopping_rank, how, timeout_s=2 * END_S)
+    survivor, stopped = run_outcomes(2, stopping_rank, choice, how, timeout_s=2 * END_S)
     seconds = time.monotonic() - start
     print(f"{how}: after {seconds:.1f} s: {survivor}, {stopped}")
     assert survivor.error is not None, "it hung"
