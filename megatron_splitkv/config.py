@@ -22,7 +22,8 @@ class SplitKVConfig:
             leaves each rank at least 16 blocks.
         num_stages: upper bound on the number of exchanges that the other ranks' query rows are cut
             into: by rank, and beyond `cp - 1` also by rows. More stages mean smaller buffers and
-            more overlap, and more collectives.
+            more overlap, and more collectives. None makes as many that each brings at most half as
+            many rows as a rank owns, and no fewer than 4096.
         partial_dtype: wire format of returned partial outputs and query gradients: "fp32", "bf16",
             "fp16" (beside an fp32 scale for each row and head), or "auto", which is fp16 for bf16
             inputs and else fp32. Merging is always done in fp32.
@@ -46,7 +47,7 @@ class SplitKVConfig:
     """
 
     block_size: int | None = None
-    num_stages: int = 4
+    num_stages: int | None = None
     partial_dtype: str = "auto"
     transport: str = "auto"
     keep_queries: bool = False
@@ -64,8 +65,10 @@ class SplitKVConfig:
                 f"KV tile); use {max(1, -(-size // KV_TILE_TOKENS)) * KV_TILE_TOKENS}, or leave it "
                 "out to have it chosen"
             )
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages={self.num_stages} must be at least 1; 4 is the default")
+        if self.num_stages is not None and self.num_stages < 1:
+            raise ValueError(
+                f"num_stages={self.num_stages} must be at least 1; leave it out to have it chosen"
+            )
         _check_choice("partial_dtype", self.partial_dtype, PARTIAL_DTYPES)
         _check_choice("transport", self.transport, TRANSPORTS)
         if not 0.0 <= self.balance_tolerance <= 1.0:

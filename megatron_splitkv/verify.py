@@ -109,9 +109,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--stages",
         type=positive_int,
-        default=defaults.num_stages,
         metavar="N",
-        help="upper bound on the exchanges of a layer (default: %(default)s)",
+        help="upper bound on the exchanges of a layer (default: chosen by rows)",
     )
     add("--keep-queries", action="store_true", help="queries travel once, kept for backward")
     add(

@@ -96,8 +96,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--partial-dtype", choices=PARTIAL_DTYPES, default=SplitKVConfig().partial_dtype,
         help="how partial sums travel: partial outputs and dq of split-kv, and with as many bits "
         "dk and dv of the others (default: %(default)s)")  # fmt: skip
-    add("--stages", type=positive_int, nargs="+", default=[SplitKVConfig().num_stages],
-        metavar="N", help="of split-kv; several are compared (default: %(default)s)")  # fmt: skip
+    add("--stages", type=positive_int, nargs="+", default=[None], metavar="N",
+        help="of split-kv; several are compared (default: chosen by rows)")  # fmt: skip
     add("--transport", choices=TRANSPORTS, nargs="+", default=["auto"],
         help="real: what moves the rows of our methods; several are compared "
         "(default: %(default)s)")  # fmt: skip
@@ -214,8 +214,9 @@ def caption_of(args: argparse.Namespace, device: torch.device) -> str:
     """What is measured and what is modelled."""
     dtype = "bf16" if device.type == "cuda" else "fp32"
     partial_dtype = SplitKVConfig(partial_dtype=args.partial_dtype).resolved_partial_dtype(dtype)
-    stages = ", ".join(map(str, args.stages))
-    partials = f"{dtype}, partial sums in {partial_dtype}, at most {stages} stages"
+    partials = f"{dtype}, partial sums in {partial_dtype}"
+    if args.stages != [None]:
+        partials += f", at most {', '.join(map(str, args.stages))} stages"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     if args.mode == "real":
         transports = ", ".join(args.transport)

@@ -144,7 +144,7 @@ class SplitKV(Method):
 
 
 def variant(
-    kind: type[Method], words: Sequence[str], transport: Transport | None, num_stages: int
+    kind: type[Method], words: Sequence[str], transport: Transport | None, num_stages: int | None
 ) -> type[Method]:
     """The same method, set apart by words in its name.
 

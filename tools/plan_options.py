@@ -172,9 +172,8 @@ def add_bytes_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--stages",
         type=int,
-        default=4,
         metavar="N",
-        help="upper bound on the exchanges of a layer (default: %(default)s)",
+        help="upper bound on the exchanges of a layer (default: chosen by rows)",
     )
     add("--keep-queries", action="store_true", help="queries travel once and are kept for backward")
 

@@ -116,14 +116,15 @@ def _to_device[T](value: T, device: torch.device) -> T:
 
 
 def build_layout(
-    plan: Plan, cp_rank: int, *, num_stages: int = 1, queries: Queries | None = None
+    plan: Plan, cp_rank: int, *, num_stages: int | None = None, queries: Queries | None = None
 ) -> ShardLayout:
     """Derives one rank's layout from the plan; pure, on the CPU, without communication.
 
     Args:
         plan: the placement.
         cp_rank: rank in the context-parallel group.
-        num_stages: upper bound on the number of exchanges; `cp_size - 1` of them stream fully.
+        num_stages: upper bound on the number of exchanges; from `cp_size - 1` on, the rows of one
+            rank at most arrive at a time. None bounds the rows of each instead.
         queries: the mask of this call where it is not the plan's own, see `plan_exchange`.
     Raises:
         ValueError: `cp_rank` outside the group, or `queries` with other query rows.
@@ -182,13 +183,13 @@ class _StageBuilder:
         begin, end = (torch.from_numpy(bounds[:, i].copy()) for i in (0, 1))
         return KeyIntervals.on_host(begin, end)
 
-    def stages(self, owned: Int64Array, num_stages: int) -> tuple[ExchangeStage, ...]:
+    def stages(self, owned: Int64Array, num_stages: int | None) -> tuple[ExchangeStage, ...]:
         if self.cp_size == 1:
             return ()
         num_groups, num_pieces = self.exchange.cuts(num_stages)
         everything = self.exchange.is_all_gather(num_stages)
         is_joint = self.exchange.is_joint
-        counts = self.exchange.counts if is_joint else self.exchange.travelling(num_stages)
+        counts = self.exchange.counts if is_joint else self.exchange.sent(num_stages)
         ranks = np.arange(self.cp_size)
         distance = (ranks[:, None] - ranks) % self.cp_size  # from the row's rank to its peer's
         stages: list[ExchangeStage] = []

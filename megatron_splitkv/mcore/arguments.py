@@ -85,7 +85,8 @@ def add_splitkv_args(parser: ArgumentParser) -> ArgumentParser:
         default=defaults.num_stages,
         metavar="N",
         help="most exchanges that the other ranks' queries are cut into: 1 is everything at once, "
-        "8 takes less memory and overlaps more (default: %(default)s)",
+        "8 takes less memory and overlaps more (default: as many that each brings at most half the "
+        "rows of a rank)",
     )
     _add_exchange_args(group, defaults)
     _add_balance_args(group, defaults)

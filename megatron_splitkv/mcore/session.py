@@ -7,8 +7,7 @@ from megatron_splitkv.mcore.arguments import splitkv_config_from_args
 from megatron_splitkv.mcore.module import SplitKVAttention
 from megatron_splitkv.mcore.plans import PlanBook
 from megatron_splitkv.mcore.timing import timing_from_args
-from megatron_splitkv.plan import Causal, Plan, Queries, Window
-from megatron_splitkv.plan.exchange import plan_exchange
+from megatron_splitkv.plan import Causal, Plan, Queries, Window, plan_exchange
 from megatron_splitkv.plan.report import AttentionShape, report_plan
 
 

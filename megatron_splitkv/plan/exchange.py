@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import ceil
 
 import numpy as np
 
@@ -14,6 +15,9 @@ ALL_GATHER_DENSITY = 0.95
 # Rows that two ranks exchange in one stage are not cut below this: each stage reads the local keys
 # and adds to their gradients once more.
 MIN_STAGE_ROWS = 4096
+# What a stage brings unless it is told, in rows that a rank owns: buffers are of that size, and at
+# most so much is not hidden of the way back.
+ROWS_OF_STAGE = 0.5
 # From this many local keys for each query row on, a rank waits for the rows of the others and does
 # them together with its own: to read the keys and write their gradients once more takes longer.
 JOINT_KEYS_PER_ROW = 32
@@ -40,25 +44,32 @@ class RowExchange:
         """Ranges of the query stream that `source` owns and `destination` needs, `[n, 2]`."""
         return _planner.intersect(self.owned[source], self.needed[destination])
 
-    def cuts(self, num_stages: int) -> tuple[int, int]:
-        """How at most `num_stages` exchanges are cut: groups of peers, and pieces of their rows.
+    def cuts(self, num_stages: int | None) -> tuple[int, int]:
+        """How the exchange is cut: groups of peers, and pieces of their rows.
 
         Ranks come first: with `cp_size - 1` groups the rows of one rank arrive at a time. What is
         left of the bound cuts these into pieces of `MIN_STAGE_ROWS` or more.
+
+        Args:
+            num_stages: upper bound on the product; None bounds the rows of a stage instead.
         """
         if self.is_joint:
             return 1, 1
-        peers = max(1, len(self.owned) - 1)
-        groups = min(num_stages, peers)
-        most = int(self.travelling().max()) // MIN_STAGE_ROWS
+        travelling = self.travelling()
+        if num_stages is None:
+            own_rows = max(int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in self.owned)
+            rows = max(MIN_STAGE_ROWS, ROWS_OF_STAGE * own_rows)
+            num_stages = max(1, ceil(int(travelling.sum(axis=0).max()) / rows))
+        groups = min(num_stages, max(1, len(self.owned) - 1))
+        most = int(travelling.max()) // MIN_STAGE_ROWS
         return groups, max(1, min(num_stages // groups, most))
 
-    def num_exchanges(self, num_stages: int) -> int:
-        """Exchanges of one direction; 0 in a group of one."""
+    def num_exchanges(self, num_stages: int | None) -> int:
+        """Exchanges of one direction at most; 0 in a group of one."""
         groups, pieces = self.cuts(num_stages)
         return groups * pieces if len(self.owned) > 1 else 0
 
-    def is_all_gather(self, num_stages: int) -> bool:
+    def is_all_gather(self, num_stages: int | None) -> bool:
         """Whether the exchange is one all_gather: one stage, and nearly all rows travel anyway."""
         cp_size = len(self.owned)
         own_rows = {int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in self.owned}
@@ -71,14 +82,16 @@ class RowExchange:
             and int(self.travelling().sum()) >= ALL_GATHER_DENSITY * everything > 0
         )
 
-    def travelling(self, num_stages: int | None = None) -> Int64Array:
-        """Rows that each rank sends to each other one, `[cp_size, cp_size]`, zero on the diagonal.
-
-        Args:
-            num_stages: as in the configuration; None counts the rows that are needed.
-        """
+    def travelling(self) -> Int64Array:
+        """Rows of each rank that each other one needs, `[cp_size, cp_size]`, 0 on the diagonal."""
         counts = self.counts.copy()
-        if num_stages is not None and self.is_all_gather(num_stages):
+        np.fill_diagonal(counts, 0)
+        return counts
+
+    def sent(self, num_stages: int | None) -> Int64Array:
+        """The same as they are sent: all rows, where the exchange is one all_gather."""
+        counts = self.counts.copy()
+        if self.is_all_gather(num_stages):
             counts[:] = (self.owned[0][:, 1] - self.owned[0][:, 0]).sum()
         np.fill_diagonal(counts, 0)
         return counts

@@ -192,7 +192,7 @@ def layer_load(plan: Plan, shape: AttentionShape, config: SplitKVConfig) -> Laye
         pairs=np.asarray(plan.costs, dtype=np.int64),
         rows=exchange.counts.sum(axis=0),
         runs=np.bincount(plan.runs[:, 0], minlength=plan.cp_size),
-        travelling=exchange.travelling(config.num_stages),
+        travelling=exchange.sent(config.num_stages),
         bytes_out=forward[0] + backward[0],
         bytes_back=forward[1] + backward[1],
         num_heads_q=shape.num_heads_q,

@@ -148,7 +148,7 @@ class PlanReport:
 
 def report_plan(plan: Plan, shape: AttentionShape, config: SplitKVConfig) -> PlanReport:
     """Counts what a plan costs in one attention layer; exact, the bytes are those on the wire."""
-    rows = plan_exchange(plan).travelling(config.num_stages)
+    rows = plan_exchange(plan).sent(config.num_stages)
     sent, answered = rows.sum(axis=1).tolist(), rows.sum(axis=0).tolist()
 
     def sent_bytes(out: int, back: int) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def test_travelling_counts(pack, cp_size, num_stages):
     assert (np.diag(needed) == 0).all()
     off_diagonal = ~np.eye(cp_size, dtype=bool)
     np.testing.assert_array_equal(needed[off_diagonal], exchange.counts[off_diagonal])
-    wire = exchange.travelling(num_stages)
+    wire = exchange.sent(num_stages)
     assert (wire >= needed).all()
     if not exchange.is_all_gather(num_stages):
         np.testing.assert_array_equal(wire, needed)
@@ -93,7 +93,7 @@ def test_travelling_counts(pack, cp_size, num_stages):
 
 def test_documents_on_one_rank_cost_no_row():
     exchange = plan_exchange(make_plan([64] * 8, 4, block_size=64))
-    assert exchange.travelling(1).sum() == 0
+    assert exchange.sent(1).sum() == 0
     assert not exchange.is_all_gather(1)
 
 
@@ -110,9 +110,9 @@ def test_all_gather_when_everyone_needs_nearly_everything():
     assert not plan_exchange(make_plan([512], 1, queries=Full())).is_all_gather(1)
     causal = plan_exchange(make_plan([512], 4, block_size=64))
     assert not causal.is_all_gather(1)
-    assert causal.travelling(1).sum() < 3 * 512
+    assert causal.sent(1).sum() < 3 * 512
     sparse = plan_exchange(make_plan([512], 4, queries=Window(3), block_size=64))
-    assert sparse.travelling(1).sum() < 64
+    assert sparse.sent(1).sum() < 64
 
 
 def test_ranks_are_parted_before_rows_are_cut():
@@ -123,6 +123,13 @@ def test_ranks_are_parted_before_rows_are_cut():
     assert [of_four.cuts(bound) for bound in (2, 3, 5, 6, 99)] == [
         (2, 1), (3, 1), (3, 1), (3, 2), (3, 3),
     ]  # fmt: skip
+    # By default a stage brings half of the rows that a rank owns, or the least that are cut off.
+    assert plan_exchange(make_plan([8 * rows], 2, queries=Full(), block_size=64)).cuts(None) == (
+        1,
+        2,
+    )
+    assert of_four.cuts(None) == (3, 2)
+    assert plan_exchange(make_plan([64], 4, queries=Full())).cuts(None) == (1, 1)
     assert [of_four.num_exchanges(bound) for bound in (2, 6)] == [2, 6]
     assert plan_exchange(make_plan([rows], 1)).num_exchanges(4) == 0
 
@@ -133,7 +140,7 @@ def test_all_gather_counts_every_row():
     exchange = plan_exchange(plan)
     assert exchange.is_all_gather(1)
     assert exchange.travelling().sum() == 3 * 508
-    assert exchange.travelling(1).sum() == 3 * 512
+    assert exchange.sent(1).sum() == 3 * 512
 
 
 @pytest.mark.parametrize(

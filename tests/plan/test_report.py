@@ -36,7 +36,7 @@ def test_bytes_of_a_row_by_hand():
 def test_report_counts_loads_documents_and_bytes():
     plan = make_plan([20000, 12000, 768], 4, block_size=512)
     report = report_plan(plan, SHAPE, SplitKVConfig(partial_dtype="fp32"))
-    rows = plan_exchange(plan).travelling(4)
+    rows = plan_exchange(plan).sent(4)
     sent, answered = rows.sum(1), rows.sum(0)
     assert report.bytes_forward == tuple((sent * 32 + answered * 80).tolist())
     assert report.bytes_backward == tuple((sent * 96 + answered * 48).tolist())
