@@ -166,7 +166,7 @@ class PlanBook:
         return self._transports[key]
 
     def transport_name(self, cp_group: ProcessGroup, device: torch.device) -> str:
-        """What the rows of a group travel by: "symmetric", "nccl", "gloo", or "none" for one rank."""
+        """What the rows of a group travel by: "symmetric", "nccl", "gloo"; "none" for one rank."""
         transport = self.transport(cp_group, device)
         if transport is None:
             return "none"
