@@ -63,12 +63,11 @@ class Call:
     def __init__(self, args: argparse.Namespace, rows: int, keys: int, documents: int) -> None:
         heads_q, heads_kv = args.heads
         device, dtype = torch.device(args.device), DTYPES[args.dtype]
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def normal(tokens: int, heads: int) -> Tensor:
-            return torch.randn((tokens, heads, args.head_dim), generator=generator).to(
-                device, dtype
-            )
+            drawn = torch.empty(tokens, heads, args.head_dim, dtype=dtype, device=device)
+            return drawn.normal_(generator=generator)
 
         self.q, self.dout = normal(rows, heads_q), normal(rows, heads_q)
         self.k, self.v = normal(keys, heads_kv), normal(keys, heads_kv)

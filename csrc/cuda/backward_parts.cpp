@@ -122,15 +122,19 @@ Bands choose_bands(const BackwardWorkRequest& request, const BackwardCut& cut,
     const int64_t work_of_band = num_kv_tiles * request.num_heads_kv;
     const int64_t tile_bytes = cut.tile_rows * bytes_of_row(request);
     const int64_t group_bytes = tile_bytes * cut.tile_heads_per_kv_head;
-    // Where dq is added to in turn, a KV tile waits for the one before at each row tile of a band.
-    if (request.family != Family::kSm90 || request.is_deterministic ||
-        num_tiles * group_bytes <= kHeldBytes || work_of_band * 4 < request.num_sms) {
+    // Wide head dims were not measured in bands. Where dq is added to in turn, a KV tile waits for
+    // the one before at each row tile of a band.
+    const bool may_have_bands = request.family == Family::kSm90 && request.head_dim_qk <= 128;
+    if (!may_have_bands || request.is_deterministic || num_tiles * group_bytes <= kHeldBytes ||
+        work_of_band * 4 < request.num_sms) {
         return {};
     }
     const int64_t least_bands = (kWaves * request.num_sms + work_of_band - 1) / work_of_band;
     const int64_t most_bands = std::max<int64_t>(1, kMaxItems / num_kv_tiles);
     // Few visits: rows come from memory anyway, and heads side by side share the adds that miss L2.
+    // Else the KV tiles of one head must be enough for all SMs: 128 of them took 3 to 5 % longer.
     const bool is_head_major = !has_few_visits(num_steps, num_tiles);
+    if (is_head_major && num_kv_tiles < request.num_sms) return {};
     const int64_t held = is_head_major
                              ? std::max(kGroupBytes / group_bytes, kHeadBytes / tile_bytes)
                              : kTilesOfFewVisits;

@@ -226,34 +226,6 @@ def validate_splitkv_args(args: Namespace) -> list[str]:
     return _switch_defaults(args)
 
 
-def settle_transport(args: Namespace) -> list[str]:
-    """Keeps symmetric memory from interleaved pipelines; call it after Megatron's validation.
-
-    Its buffers grow by waiting for the device, on all ranks of the group. An interleaved schedule
-    keeps receives posted while layers run, and the wait would include them: two stages could wait
-    for each other.
-
-    Args:
-        args: validated arguments, changed in place.
-    Returns:
-        One sentence if the transport was chosen here.
-    Raises:
-        UnsupportedError: symmetric memory was asked for.
-    """
-    if args.virtual_pipeline_model_parallel_size is None:
-        return []
-    if args.splitkv_transport == "symmetric":
-        raise UnsupportedError(
-            "--splitkv-transport=symmetric does not work with virtual pipeline stages: its buffers "
-            "grow by waiting for the device, which has receives of other stages to wait for; use "
-            "nccl"
-        )
-    if args.splitkv_transport != "auto" or args.distributed_backend != "nccl":
-        return []
-    args.splitkv_transport = "nccl"
-    return ["set --splitkv-transport nccl: symmetric memory does not suit interleaved pipelines"]
-
-
 def check_stock_context_parallelism(args: Namespace) -> None:
     """Refuses, before Megatron asserts in a layer, what its own context parallelism cannot do.
 

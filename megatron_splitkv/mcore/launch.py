@@ -254,8 +254,6 @@ class Launcher:
         original(args, defaults or {})
         if self.impl == "splitkv":
             upstream_fixes.allow_packed_microbatches(args)
-            for note in arguments.settle_transport(args):
-                _print_on_first_rank(args, f"splitkv: {note}")
             if upstream_fixes.is_gloo_on_gpus(args):
                 self._installations.append(hooks.install(upstream_fixes.gloo_replacements()))
         if self._session is not None:

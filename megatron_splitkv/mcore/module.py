@@ -29,6 +29,8 @@ from megatron_splitkv.mcore.refusals import (
 from megatron_splitkv.plan import Causal, Full, Plan, Queries, Window
 from megatron_splitkv.plan.report import AttentionShape
 
+OnCall = Callable[[Plan, AttentionShape, str], None]
+
 
 class SplitKVAttention(MegatronModule):
     """Drop-in core attention of a layer spec, built with Megatron's own arguments.
@@ -41,11 +43,12 @@ class SplitKVAttention(MegatronModule):
 
     Attributes:
         book: where plans come from.
-        on_call: if set, told the plan and the shape of each call, on every rank.
+        on_call: if set, told of each call, on every rank, the plan, the shape, and what rows
+            travel by.
     """
 
     book: ClassVar[PlanBook]
-    on_call: ClassVar[Callable[[Plan, AttentionShape], None] | None] = None
+    on_call: ClassVar[OnCall | None] = None
 
     def __init__(  # noqa: PLR0913 (the parameters are those of Megatron)
         self,
@@ -98,9 +101,7 @@ class SplitKVAttention(MegatronModule):
         self.register_load_state_dict_pre_hook(_drop_extra_state)
 
     @classmethod
-    def with_book(
-        cls, book: PlanBook, on_call: Callable[[Plan, AttentionShape], None] | None = None
-    ) -> "type[SplitKVAttention]":
+    def with_book(cls, book: PlanBook, on_call: OnCall | None = None) -> "type[SplitKVAttention]":
         """A subclass that takes its plans and settings from `book`."""
         static_on_call = None if on_call is None else staticmethod(on_call)
         return type(cls.__name__, (cls,), {"book": book, "on_call": static_on_call})
@@ -160,7 +161,8 @@ class SplitKVAttention(MegatronModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         if self.on_call is not None:
-            self.on_call(plan, attention_shape(q, v))
+            name = self.book.transport_name(self.cp_group, q.device)
+            self.on_call(plan, attention_shape(q, v), name)
         out, _ = splitkv_attention(
             q, k, v, self._context(plan, q.device), softmax_scale=self.softmax_scale,
             sink=None if self.softmax_offset is None else self.softmax_offset.float(),

@@ -16,7 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_splitkv.attention import SplitKVContext
 from megatron_splitkv.comm import (
+    HostStagedTransport,
     ProcessGroup,
+    SymmetricTransport,
     Transport,
     check_same_plan,
     transport_of,
@@ -162,6 +164,16 @@ class PlanBook:
         if key not in self._transports:
             self._transports[key] = transport_of(cp_group, device, self.config.transport)
         return self._transports[key]
+
+    def transport_name(self, cp_group: ProcessGroup, device: torch.device) -> str:
+        """What the rows of a group travel by: "symmetric", "nccl", "gloo"; "none" for one rank."""
+        transport = self.transport(cp_group, device)
+        if transport is None:
+            return "none"
+        if isinstance(transport, SymmetricTransport):
+            return "symmetric"
+        is_gloo = device.type == "cpu" or isinstance(transport, HostStagedTransport)
+        return "gloo" if is_gloo else "nccl"
 
     def forget(self) -> None:
         """Drops everything that was remembered, and with it the process groups."""

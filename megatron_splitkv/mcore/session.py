@@ -57,17 +57,19 @@ class Session:
         if self._book is not None:
             self._book.forget()
 
-    def _on_call(self, plan: Plan, shape: AttentionShape) -> None:
+    def _on_call(self, plan: Plan, shape: AttentionShape, transport: str) -> None:
         """Counts, and prints the start-up line at the first attention call of the first rank."""
         self._num_attention_calls += 1
         if self._announces:
             self._announces = False
-            line = startup_line(plan, shape, self.book.config, num_hooks=self._num_hooks)
+            line = startup_line(
+                plan, shape, self.book.config, transport=transport, num_hooks=self._num_hooks
+            )
             print(line, flush=True)
 
 
 def startup_line(
-    plan: Plan, shape: AttentionShape, config: SplitKVConfig, *, num_hooks: int
+    plan: Plan, shape: AttentionShape, config: SplitKVConfig, *, transport: str, num_hooks: int
 ) -> str:
     """Names what is active, with the figures of the first plan.
 
@@ -75,6 +77,7 @@ def startup_line(
         plan: of the first microbatch.
         shape: of one attention call, on one tensor-parallel rank.
         config: settings of the run.
+        transport: what rows travel by, as it was chosen.
         num_hooks: replacements in force.
     Returns:
         One line; bytes are those of one layer, summed over the context-parallel group.
@@ -83,7 +86,7 @@ def startup_line(
     return (
         f"splitkv: impl=splitkv cp={plan.cp_size} block_size={plan.block_size} "
         f"stages={plan_exchange(plan).num_exchanges(config.num_stages)} "
-        f"partial_dtype={config.resolved_partial_dtype(shape.dtype)} transport={config.transport} "
+        f"partial_dtype={config.resolved_partial_dtype(shape.dtype)} transport={transport} "
         f"imbalance={report.cost_max_over_mean - 1:.1%} "
         f"hooks={num_hooks} bytes/layer fwd={_megabytes(report.bytes_forward)} "
         f"bwd={_megabytes(report.bytes_backward)} "

@@ -244,10 +244,10 @@ def test_a_rank_that_is_late_changes_nothing(choice):
 def stopping_rank(choice: str, how: str) -> None:
     """Rank 1 stalls or raises before its second call, under a short timeout.
 
-    torch's watchdog sees the timeout of a collective of NCCL when it is due. By default it ends the
-    process a minute later, a minute for ranks to write down what hung.
+    torch's watchdog sees the timeout of a collective of NCCL when it is due. It ends the process
+    after four times this wait, by default a minute, in which ranks write down what hung.
     """
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
 
     def body(transport: Transport) -> None:
         late_rank(transport, 0.0)

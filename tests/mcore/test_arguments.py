@@ -84,31 +84,6 @@ def test_ranks_share_gpus_over_gloo_alone(parse, monkeypatch, backend, num_ranks
     assert any(says in note for note in notes) if says else not any("share" in x for x in notes)
 
 
-@pytest.mark.parametrize(
-    ("backend", "stages", "asked", "chosen"),
-    [
-        ("nccl", 2, "auto", "nccl"),
-        ("nccl", 2, "nccl", "nccl"),
-        ("nccl", None, "auto", "auto"),
-        ("nccl", None, "symmetric", "symmetric"),
-        ("gloo", 2, "auto", "auto"),
-    ],
-)
-def test_interleaved_pipelines_keep_off_symmetric_memory(parse, backend, stages, asked, chosen):
-    args = parse(f"--distributed-backend {backend} --splitkv-transport {asked}")
-    args.virtual_pipeline_model_parallel_size = stages
-    notes = arguments.settle_transport(args)
-    assert args.splitkv_transport == chosen
-    assert len(notes) == (asked != chosen)
-
-
-def test_symmetric_memory_with_interleaved_pipelines_is_refused(parse):
-    args = parse("--splitkv-transport symmetric")
-    args.virtual_pipeline_model_parallel_size = 2
-    with pytest.raises(UnsupportedError, match=r"transport=symmetric .* virtual .*; use nccl"):
-        arguments.settle_transport(args)
-
-
 def test_yaml_is_refused():
     with pytest.raises(UnsupportedError, match=r"--yaml-cfg run.yaml bypasses the checks"):
         arguments.check_command_line(["--yaml-cfg", "run.yaml"])

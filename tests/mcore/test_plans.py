@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from megatron_splitkv.comm import HostStagedTransport, ProcessGroupTransport, SymmetricTransport
 from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.mcore import plans as plans_module
 from megatron_splitkv.mcore.plans import PlanBook
 from megatron_splitkv.plan import Causal, Machine, Plan, Planner, Window, make_plan
 from tests.gloo import run_gloo
@@ -122,3 +124,19 @@ def test_plan_of_another_mask_is_not_remembered():
     message = "a plan of Window(size=64) is not of this run, which places Causal(); make it with"
     with pytest.raises(ValueError, match=re.escape(message)):
         PlanBook().remember(plan)
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "name"),
+    [
+        (None, "cuda", "none"),
+        (SymmetricTransport, "cuda", "symmetric"),
+        (ProcessGroupTransport, "cuda", "nccl"),
+        (HostStagedTransport, "cuda", "gloo"),
+        (ProcessGroupTransport, "cpu", "gloo"),
+    ],
+)
+def test_transports_are_named_as_they_were_chosen(monkeypatch, transport, device, name):
+    made = None if transport is None else object.__new__(transport)
+    monkeypatch.setattr(plans_module, "transport_of", lambda group, device, choice: made)
+    assert PlanBook().transport_name("group", torch.device(device)) == name
