@@ -1,6 +1,7 @@
 """How partial results travel: fp32, bf16, or fp16 beside one scale for each row and head."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -88,7 +89,12 @@ class PartialFormat:
 
     @property
     def _rows(self) -> RowFormat:
-        per_head = ((self.num_heads,), torch.float32)
-        num_beside = int(self.has_lse) + int(self._is_scaled)
-        values = ((self.num_heads, self.dim), _DTYPES[self.partial_dtype])
-        return RowFormat((values, *[per_head] * num_beside))
+        return _row_format(self.partial_dtype, self.num_heads, self.dim, self.has_lse)
+
+
+@cache
+def _row_format(partial_dtype: str, num_heads: int, dim: int, has_lse: bool) -> RowFormat:
+    per_head = ((num_heads,), torch.float32)
+    num_beside = int(has_lse) + int(partial_dtype == "fp16")
+    values = ((num_heads, dim), _DTYPES[partial_dtype])
+    return RowFormat((values, *[per_head] * num_beside))

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ class SymmetricTransport:
             device: of this rank.
         """
         self.rank, self.size = group.rank(), group.size()
-        self._group, self._device = group, device
+        self._group, self._device = group, torch.device("cuda", _index(device))
         self._stream = torch.cuda.Stream(device)
         self._number = 0  # of the last collective
         self._prepared: _Place | None = None  # of the next one, if it asked for a send buffer
@@ -74,7 +74,7 @@ class SymmetricTransport:
         self._buffers = self._mapped(FIRST_BYTES)
         self._retired: list[_Mapped] = []
         self._watchdog = Watchdog(
-            f"symmetric memory of rank {self.rank}", _timeout_s(group, device)
+            f"symmetric memory of rank {self.rank}", _timeout_s(group, self._device)
         )
 
     @property
@@ -142,7 +142,7 @@ class SymmetricTransport:
         self._unawaited[place.number] = received
 
         def finish() -> Tensor:
-            torch.cuda.current_stream(self._device).wait_event(is_received)
+            self._current_stream().wait_event(is_received)
             return self._unawaited.pop(place.number, received)
 
         return Pending(finish)
@@ -158,8 +158,8 @@ class SymmetricTransport:
                 "transport='symmetric' cannot be captured in a CUDA graph, as its flags count up; "
                 "take transport nccl"
             )
-        stream = torch.cuda.current_stream(self._device)
-        if stream != self._caller:  # what was waited for was waited for there
+        stream = self._current_stream()
+        if stream is not self._caller:  # what was waited for was waited for there
             stream.wait_stream(self._caller)
             self._caller = stream
         self._number += 1
@@ -183,6 +183,13 @@ class SymmetricTransport:
         self._retired.append(self._buffers)
         self._buffers = self._mapped(capacity)
         self._regions = Regions(capacity)
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """The caller of the last collective, or whoever else has come now."""
+        raw = torch._C._cuda_getCurrentRawStream(self._device.index)  # pyright: ignore
+        if raw == self._caller.cuda_stream:
+            return self._caller
+        return torch.cuda.current_stream(self._device)
 
     def _flag(self, rank: int, index: int) -> int:
         """Address of a flag in the memory of a rank."""
@@ -255,8 +262,7 @@ def reason_against(group: ProcessGroup, device: torch.device) -> str | None:
     """
     if device.type != "cuda":
         return f"it moves rows between GPUs, but the tensors are on {device.type}"
-    # A device may come without its number, whatever torch's types say.
-    index = torch.cuda.current_device() if device.index is None else device.index  # pyright: ignore[reportUnnecessaryComparison]
+    index = _index(device)
     uuid = _uuid(index)
     everyone = _gathered((_host(), uuid, index), group)
     hosts, devices, indices = zip(*everyone, strict=True)
@@ -290,6 +296,12 @@ def _timeout_s(group: ProcessGroup, device: torch.device) -> float:
     """Of the collectives of a group."""
     backend = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
     return backend.options._timeout.total_seconds()  # pyright: ignore[reportPrivateUsage]
+
+
+def _index(device: torch.device) -> int:
+    """Number of a device, which may come without it."""
+    index = cast("int | None", device.index)
+    return torch.cuda.current_device() if index is None else index
 
 
 def _host() -> tuple[str, str]:

@@ -151,12 +151,17 @@ def launch_on(device: torch.device, workspace: Tensor | None = None) -> _kernels
     is_cuda = device.type == "cuda"
     return _kernels.Launch(
         device=native_device(device),
-        stream=torch.cuda.current_stream(device).cuda_stream if is_cuda else 0,
+        stream=raw_stream(device) if is_cuda else 0,
         workspace=as_address(workspace),
         workspace_bytes=0 if workspace is None else workspace.numel(),
         num_threads=torch.get_num_threads(),
         device_index=device.index if is_cuda else 0,
     )
+
+
+def raw_stream(device: torch.device) -> int:
+    """Handle of CUDA's current stream on a tensor's device, without an object around it."""
+    return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore
 
 
 def no_outputs(*_args: object, **_kwargs: object) -> None:
