@@ -282,14 +282,9 @@ def _forward(
         )
 
     (out, lse), finish = run_stages(
-        layout.stages,
-        call.context.transport,
-        (query_format, [q]),
-        partial_format,
-        attend_own,
-        attend_gathered,
-        merge,
-    )
+        layout.stages, call.context.transport, (query_format, [q]), partial_format,
+        attend_own, attend_gathered, merge,
+    )  # fmt: skip
     finish()
     return out, lse, kept
 
@@ -347,14 +342,9 @@ def _backward(
         add_partials_(dq[rows], part.values, stage.return_ptr, stage.return_slots, part.scale)
 
     dq, finish = run_stages(
-        layout.stages,
-        call.context.transport,
-        (sent_format, sent),
-        dq_format,
-        attend_own,
-        attend_gathered,
-        add,
-    )
+        layout.stages, call.context.transport, (sent_format, sent), dq_format,
+        attend_own, attend_gathered, add,
+    )  # fmt: skip
     dtype = rows.q.dtype
     dkeys = dkeys.to(dtype)  # while the last answers are in flight
     dblock = None if dblock is None else dblock.to(dtype)
