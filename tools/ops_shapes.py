@@ -64,7 +64,7 @@ class Shape:
         """`kv_begin`, `kv_end` of each row, `[rows]` int32, on the CPU."""
         if self.mask == "scattered":
             plan = make_plan(pile_lens(), PILE_RANKS, block_size=PILE_BLOCK, tolerance=0.0)
-            gathered = build_layout(plan, PILE_RANK).stages[0].intervals
+            gathered = build_layout(plan, PILE_RANK, num_stages=1).stages[0].intervals
             return gathered.begin, gathered.end
         begin = torch.zeros(self.rows, dtype=torch.int32)
         if self.mask == "full":

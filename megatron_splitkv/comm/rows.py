@@ -113,13 +113,21 @@ def _copy_rows(target: Tensor, source: Tensor, rows: Tensor | None) -> None:
 
 def _widened(tensor: Tensor) -> Tensor | None:
     """Rows as int64, `[T, row_bytes / 8]`; None where they are not dense or not aligned."""
-    size, per_wide = tensor.element_size(), _WIDEST.itemsize // tensor.element_size()
-    row_elements = prod(tensor.shape[1:])
-    is_dense = tensor[:1].is_contiguous()
-    starts = (tensor.storage_offset(), tensor.stride(0), row_elements)
-    if not is_dense or tensor.data_ptr() % (per_wide * size) or any(x % per_wide for x in starts):
+    (num_rows, *shape), (row_stride, *strides) = tensor.shape, tensor.stride()
+    row_elements = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != row_elements:
+            return None
+        row_elements *= size
+    per_wide = _WIDEST.itemsize // tensor.element_size()
+    if (
+        tensor.data_ptr() % _WIDEST.itemsize
+        or tensor.storage_offset() % per_wide
+        or row_stride % per_wide
+        or row_elements % per_wide
+    ):
         return None
-    return tensor.view(len(tensor), row_elements).view(_WIDEST)
+    return tensor.view(num_rows, row_elements).view(_WIDEST)
 
 
 def gather_rows(

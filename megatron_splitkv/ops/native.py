@@ -34,8 +34,8 @@ def check_tensor(
     Raises:
         ValueError: wrong shape, dtype or device, or the last dimension is not contiguous.
     """
-    got = tuple(tensor.shape)
-    if len(got) != len(shape) or any(s not in (-1, g) for g, s in zip(got, shape, strict=True)):
+    got = tensor.shape
+    if not _fits(got, shape):
         need = ", ".join("any" if size == -1 else str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(got)}, needs [{need}]")
     if tensor.dtype not in dtypes:
@@ -46,13 +46,23 @@ def check_tensor(
         )
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, needs {device}, as the first argument")
-    if tensor.dim() == 3 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if len(got) == 3 and got[2] > 1 and tensor.stride(2) != 1:
         raise ValueError(
             f"{name} has stride {tensor.stride(-1)} in its last dimension, needs 1; "
             f"pass {name}.contiguous()"
         )
-    if tensor.dim() == 1 and not tensor.is_contiguous():
+    if len(got) == 1 and not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous; pass {name}.contiguous()")
+
+
+def _fits(got: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether sizes are those of `shape`, where -1 admits any. Called a dozen times for each op."""
+    if len(got) != len(shape):
+        return False
+    for mine, needed in zip(got, shape, strict=True):
+        if mine != needed and needed != -1:
+            return False
+    return True
 
 
 def check_attention_inputs(
