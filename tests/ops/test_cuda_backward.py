@@ -62,6 +62,15 @@ def test_heads(heads: tuple[int, int], rows: int, dims: tuple[int, int]) -> None
 
 
 @pytest.mark.parametrize("dims", HEAD_DIMS)
+def test_many_items_of_one_step(dims: tuple[int, int]) -> None:
+    """A CTA's dk and dv leave while those of its next item come, with hardly a step between."""
+    shape = Shape(rows=16, keys=33000, heads_q=16, heads_kv=8, dim_qk=dims[0], dim_v=dims[1])
+    case = make_backward_case(shape, intervals="full")
+    for is_deterministic in (False, True):
+        check_backward(case, is_deterministic=is_deterministic)
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS)
 @pytest.mark.parametrize("intervals", ["full", "random"])
 def test_split_rows(intervals: str, dims: tuple[int, int]) -> None:
     """Few keys and many rows: the rows go to several CTAs, which add to dk and dv in turn."""

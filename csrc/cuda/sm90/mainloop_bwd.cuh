@@ -316,7 +316,10 @@ struct BackwardConsumer {
         if constexpr (kPiece == Traits::kDqPiece) {
             smem.dq_barriers[consumer].wait_empty_of(at_step.previous());
         }
-        // The last piece shares the buffer of the first.
+        // The first piece shares its buffer with the last, also with that of the item before.
+        if constexpr (kPiece == 0 && Traits::kHasSpare) {
+            wait_piece_empty(Traits::kPieces - 1, item_parity() ^ 1);
+        }
         if constexpr (kPiece == 3) wait_piece_empty(0, item_parity());
         constexpr bool kIsDv = kPiece < Traits::kDvPieces;
         constexpr int kColumn = (kIsDv ? kPiece : kPiece - Traits::kDvPieces) * kChunkColumns;
