@@ -7,9 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_splitkv.layout import build_layout
-from megatron_splitkv.plan import make_plan
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MASKS = ("full", "causal", "packed", "scattered")
 K = 1024
@@ -28,12 +25,12 @@ class Shape:
 
     Attributes:
         name: for the command line and the tables.
-        rows, keys: query rows and KV rows; for "scattered" the plan decides, and this is about it.
+        rows, keys: query rows and KV rows.
         heads: query and kv heads.
         head_dims: of q and k, and of v.
         mask: "full"; "causal", with as many rows as keys; "packed", causal documents of
             `pile_lens`; "scattered", what one rank of eight computes for the rows of the others
-            when these documents are dealt in blocks.
+            when each document's blocks are dealt to the ranks one by one.
         dtype: "fp32", "bf16" or "fp16".
     """
 
@@ -63,9 +60,7 @@ class Shape:
     def intervals(self) -> tuple[Tensor, Tensor]:
         """`kv_begin`, `kv_end` of each row, `[rows]` int32, on the CPU."""
         if self.mask == "scattered":
-            plan = make_plan(pile_lens(), PILE_RANKS, block_size=PILE_BLOCK, tolerance=0.0)
-            gathered = build_layout(plan, PILE_RANK, num_stages=1).stages[0].intervals
-            return gathered.begin, gathered.end
+            return _scattered()
         begin = torch.zeros(self.rows, dtype=torch.int32)
         if self.mask == "full":
             return begin, torch.full_like(begin, self.keys)
@@ -113,6 +108,18 @@ class Aim:
 def pile_lens() -> list[int]:
     """Document lengths of the masks "packed" and "scattered"."""
     return [PILE_TOKENS - sum(PILE_LENS), *PILE_LENS]
+
+
+def _scattered() -> tuple[Tensor, Tensor]:
+    """Of each row of another rank that sees keys of `PILE_RANK`."""
+    lens = torch.tensor(pile_lens())
+    start = torch.repeat_interleave(lens.cumsum(0) - lens, lens)
+    token = torch.arange(PILE_TOKENS)
+    is_held = token // PILE_BLOCK % PILE_RANKS == PILE_RANK
+    held_before = torch.cat([torch.zeros(1, dtype=torch.int64), is_held.cumsum(0)])
+    begin, end = held_before[start], held_before[token + 1]
+    is_row = ~is_held & (end > begin)
+    return begin[is_row].int(), end[is_row].int()
 
 
 def _shape(name: str, spec: str) -> Shape:
@@ -191,7 +198,7 @@ CUDA_SHAPES = [
     _shape("mla", "16Kx16K,16/16,causal,hd192/128"),
     _shape("h256c", "16Kx16K,8/8,causal,hd256"),
     _shape("pile", "64Kx64K,32/8,packed"),
-    _shape("scattered", "32Kx8K,32/8,scattered"),
+    _shape("scattered", "42496x8K,32/8,scattered"),
     *_merges(8, 16 * K, 32, ("fp32", "bf16", "fp16")),
 ]
 CPU_SHAPES = [

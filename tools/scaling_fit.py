@@ -9,6 +9,7 @@ measured time.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 
 from cp_workloads import Workload
 from plan_simulate import simulate
@@ -155,7 +156,9 @@ def _first_terms(
 def _search(
     terms: dict[str, float], free: Sequence[str], fitted: Sequence[Measured], first: Calibration
 ) -> dict[str, float]:
-    """Tries every free term larger and smaller, by less and less, and keeps what is better."""
+    """Tries every free term and every two of them larger and smaller, by less and less, and keeps
+    what is better. Two at once, as terms make up for each other.
+    """
     kinds = {one.kind for one in fitted}
 
     def loss(tried: Mapping[str, float]) -> float:
@@ -168,9 +171,10 @@ def _search(
     best, step = loss(terms), FIRST_STEP
     while step > LAST_STEP:
         before = best
-        for name in free:
-            for factor in (step, 1.0 / step):
-                tried = terms | {name: terms[name] * factor}
+        for names in (*combinations(free, 1), *combinations(free, 2)):
+            for factors in product((step, 1.0 / step), repeat=len(names)):
+                changed = zip(names, factors, strict=True)
+                tried = terms | {name: terms[name] * factor for name, factor in changed}
                 found = loss(tried)
                 if found < best:
                     terms, best = tried, found

@@ -1,11 +1,13 @@
 """Buffers are those of one stage: what is alive beside the inputs, by hand and by growth."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from megatron_splitkv.comm import ThreadGroup
 from megatron_splitkv.config import SplitKVConfig
-from megatron_splitkv.plan import Full, make_plan
+from megatron_splitkv.plan import Full, exchange, make_plan
 from tests.live_bytes import LiveBytes
 from tests.ranks import Heads, RankCall, random_inputs
 
@@ -13,7 +15,7 @@ HEADS = Heads(q=8, kv=2, dim_qk=32, dim_v=32)
 LENGTH = 1024
 
 
-def peaks(cp_size: int, num_stages: int, **options: object) -> tuple[float, float]:
+def peaks(cp_size: int, num_stages: int | None, **options: object) -> tuple[float, float]:
     """Bytes alive at most in forward and in backward, of the rank that has most."""
     plan = make_plan([LENGTH], cp_size, queries=Full(), block_size=64)
     inputs = random_inputs(plan, HEADS, torch.bfloat16)
@@ -36,6 +38,16 @@ def test_streamed_peaks_fall_with_every_doubling_of_ranks(phase):
     found = [peaks(cp_size, cp_size - 1)[phase] for cp_size in (2, 4, 8)]
     assert found[0] >= 1.6 * found[1]
     assert found[1] >= 1.6 * found[2]
+
+
+@pytest.mark.parametrize("phase", [0, 1], ids=["forward", "backward"])
+def test_peaks_fall_with_every_doubling_of_ranks_by_default(phase):
+    """A24, and less is alive than with the rows of one rank at a time."""
+    with mock.patch.object(exchange, "MIN_STAGE_ROWS", LENGTH // 128):
+        found = [peaks(cp_size, None)[phase] for cp_size in (2, 4, 8)]
+    assert found[0] >= 1.6 * found[1]
+    assert found[1] >= 1.6 * found[2]
+    assert found[2] <= 0.7 * peaks(8, 7)[phase]
 
 
 def test_forward_peak_by_hand():
