@@ -157,6 +157,7 @@ def run(args: argparse.Namespace, world: World | None, device: torch.device) -> 
         transports = {name: cp_transport(world, world.size, name) for name in args.transport}
     kinds = kinds_of(args, transports)
     lines: list[Line] = []
+    passed: set[object] = set()
     for workload in workloads_of(args):
         measurement = Measurement(
             workload=workload, kinds=kinds, config=config, device=device, dtype=dtype,
@@ -174,7 +175,7 @@ def run(args: argparse.Namespace, world: World | None, device: torch.device) -> 
         else:
             say_once = say if world.rank == 0 else _nothing
             transport = transports[args.transport[0]]
-            lines += measure_real(measurement, world, transport, say_once)
+            lines += measure_real(measurement, world, transport, say_once, passed)
         if world is None or world.rank == 0:
             write_files(lines, args)
     return lines

@@ -185,10 +185,10 @@ def test_layers_never_wait_for_the_host(options):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def peak_of_ranks(plan: Plan, inputs: Inputs, num_stages: int) -> float:
+def peak_of_ranks(plan: Plan, inputs: Inputs) -> float:
     """Bytes above the inputs at the worst moment of forward and backward, a rank."""
     group = ThreadGroup(plan.cp_size, device="cuda")
-    config = SplitKVConfig(num_stages=num_stages)
+    config = SplitKVConfig()
     calls = group.run(lambda transport: RankCall(plan, inputs, transport, config, device="cuda"))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -209,6 +209,7 @@ def plain_buffers():
     torch.use_deterministic_algorithms(True)
 
 
+# A24, with the stages of the default; a single stage has nothing else in flight.
 def test_peak_memory_falls_with_every_doubling_of_ranks(plain_buffers):
     q, k, v, dout = (
         torch.randn(131072, 1, 128).bfloat16().expand(-1, heads, -1) for heads in (32, 8, 8, 32)
@@ -217,7 +218,7 @@ def test_peak_memory_falls_with_every_doubling_of_ranks(plain_buffers):
     found = []
     for cp_size in (2, 4, 8):
         plan = make_plan([131072], cp_size)
-        found.append(peak_of_ranks(plan, inputs, cp_size - 1))
+        found.append(peak_of_ranks(plan, inputs))
         torch.cuda.empty_cache()
     print("peaks above the inputs, MiB a rank:", [f"{peak / 2**20:.0f}" for peak in found])
     assert found[0] >= 1.6 * found[1]
