@@ -1,6 +1,7 @@
 """`bench_cp.py` on real ranks: what becomes of methods that fail, and the clock."""
 
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -75,3 +76,22 @@ def test_the_clock_tells_bodies_apart():
     short, long = clock.times_ms([lambda: None, lambda: time.sleep(0.05)])
     assert short < 50 <= long
     assert clock.host_ms >= long
+
+
+def test_workloads_of_a_kind_share_their_small_problem():
+    assert run_gloo(2, times_checked) == [1, 1]
+
+
+def times_checked() -> int:
+    said: list[str] = []
+    passed: set[object] = set()
+    world = World(rank=dist.get_rank(), size=dist.get_world_size(), device=CPU, backend="gloo")
+    for name, lens in (("first", (40, 24)), ("second", (64, 8))):
+        workload = replace(WORKLOAD, name=name, doc_lens=lens)
+        measurement = Measurement(
+            workload=workload, kinds=[SplitKV], config=SplitKVConfig(), device=CPU,
+            dtype=torch.float32, rounds=1,
+        )  # fmt: skip
+        transport = ProcessGroupTransport(group=dist.group.WORLD)
+        list(measure_real(measurement, world, transport, said.append, passed))
+    return sum("is right" in text for text in said)
