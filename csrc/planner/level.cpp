@@ -8,7 +8,7 @@
 namespace splitkv::planner {
 namespace {
 
-constexpr int kSwapsPerRank = 48;    // above its budget: what these do not level, more will not
+constexpr int kSwapsPerRank = 256;   // above its budget: what these do not level, more will not
 constexpr int64_t kPiecesTried = 5;  // of each of the two ranks, from the dearest to the cheapest
 
 // `tokens` keys of piece `dear` of one rank, from key `offset` on, against as many from the back of

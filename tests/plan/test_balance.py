@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
@@ -70,6 +71,16 @@ def test_ranks_rise_within_the_tolerance_to_take_what_one_is_above_it(seed):
     """Of 400 such packs these five left a rank so dear that no other was far below the mean."""
     lens = np.random.default_rng(seed).lognormal(6.2, 2.1, 1700).astype(int)
     plan = make_plan(lens.clip(1, 50_000).tolist(), 43)
+    assert max_over_mean(plan.costs) <= 1.001
+
+
+@pytest.mark.parametrize("seed", [16, 22, 29, 100, 165, 171, 220, 240, 248, 281, 340, 393])
+def test_a_rank_of_short_documents_takes_many_swaps(seed):
+    """Each gives up one short document at a time for keys of a long one."""
+    draw, lens = random.Random(seed), list[int]()
+    while sum(lens) < 24 * 100 * 512:
+        lens.append(min(300_000, int(50 * draw.paretovariate(0.7))))
+    plan = make_plan(lens, 24, queries=Full(), machine=Machine(ranks_per_node=4))
     assert max_over_mean(plan.costs) <= 1.001
 
 
