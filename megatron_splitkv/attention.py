@@ -276,10 +276,11 @@ def _forward(
         part = partial_format.unpack(packed)
         assert part.lse is not None, "outputs travel with their lse"
         rows = slice(*stage.returned)
-        mine = (x[rows] for x in merged)
+        out, lse = merged
         merge_partials_(
-            *mine, part.values, part.lse, stage.return_ptr, stage.return_slots, part.scale
-        )
+            out[rows], lse[rows], part.values, part.lse, stage.return_ptr, stage.return_slots,
+            part.scale,
+        )  # fmt: skip
 
     (out, lse), finish = run_stages(
         layout.stages, call.context.transport, (query_format, [q]), partial_format,
