@@ -7,7 +7,6 @@ import ast
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,11 +161,11 @@ def test_a_launch_on_cuda_holds_the_current_stream(monkeypatch: pytest.MonkeyPat
     seen: dict[str, Any] = {}
     device = torch.device("cuda", 3)
 
-    def current_stream(asked: torch.device) -> SimpleNamespace:
-        assert asked == device
-        return SimpleNamespace(cuda_stream=77)
+    def current_stream(index: int) -> int:
+        assert index == 3
+        return 77
 
-    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", current_stream, raising=False)
     monkeypatch.setattr(_kernels, "Launch", lambda **fields: seen.update(fields))
     workspace = torch.empty(5, dtype=torch.uint8)
     launch_on(device, workspace)
