@@ -245,10 +245,15 @@ def network_of(args: argparse.Namespace) -> Network | None:
     """The wire between nodes that the options name.
 
     Raises:
-        ValueError: a rate without nodes, or one that is none.
+        ValueError: a rate without nodes or without a calibration, or one that is none.
     """
     if args.network_gb_per_s is None:
         return None
+    if args.calibration is None:
+        raise ValueError(
+            "--network-gb-per-s is of predictions, which need --calibration PATH; see "
+            "tools/calibrate.py"
+        )
     if args.ranks_per_node is None:
         raise ValueError("--network-gb-per-s needs --ranks-per-node N")
     return Network(ranks_per_node=args.ranks_per_node, gb_per_s=args.network_gb_per_s)
