@@ -301,6 +301,7 @@ def run(args: argparse.Namespace) -> None:
     calibration = read_calibration(args.calibration) if args.calibration else None
     if args.simulate and calibration is None:
         raise ValueError("--simulate needs --calibration PATH; see tools/calibrate.py")
+    network = network_of(args)
     packs = packs_of(args)
     if not 1 <= args.pack <= len(packs):
         raise ValueError(f"--pack {args.pack} must lie in [1, {len(packs)}]")
@@ -313,9 +314,7 @@ def run(args: argparse.Namespace) -> None:
     steps: list[Step] = []
     if args.simulate and calibration is not None:
         machine = machine_of(args, calibration.machine)
-        steps = simulate(
-            shown.plan, shown.report, calibration, machine, shown.tolerance, network_of(args)
-        )
+        steps = simulate(shown.plan, shown.report, calibration, machine, shown.tolerance, network)
     if args.json:
         figures = json_of(args, shown, all_planned)
         if steps:
@@ -324,7 +323,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         print_report(args, shown, all_planned)
         if steps and calibration is not None:
-            table = table_of_steps(steps, calibration, network_of(args))
+            table = table_of_steps(steps, calibration, network)
             Console(highlight=False).print(table)
 
 

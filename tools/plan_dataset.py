@@ -49,7 +49,7 @@ def first_samples(
         if dataset is None:
             raise ValueError(f"{prefix}: split={split} leaves no documents for training")
         packs: list[tuple[int, ...]] = []
-        for i in range(min(num_packs, len(dataset))):
+        for i in range(min(num_packs, num_samples, len(dataset))):
             sample: Any = dataset[i]
             ends = np.unique(sample["cu_seqlens"].numpy())
             packs.append(tuple(np.diff(ends).tolist()))

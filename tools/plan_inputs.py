@@ -175,7 +175,7 @@ def packs_of_dataset(
         prefix: path of the dataset without `.idx` and `.bin`.
         sequence_length: tokens of a sample.
         num_samples: training samples of the whole run: iterations times global batch size.
-        num_packs: samples to return, in training order.
+        num_packs: samples to return, in training order; no more than training sees.
         seed: `--seed` of the run.
         split: `--split` of the run.
     Raises:

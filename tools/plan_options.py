@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,19 @@ def parse_heads(text: str) -> tuple[int, int]:
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} must be query heads / kv heads, as in 32/8")
     return int(parts[0]), int(parts[-1])
+
+
+def parse_split(text: str) -> str:
+    """Checks `99,1,0`, shares of training, validation and test; argparse shows the error."""
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < sum(shares) < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be up to three shares with commas between, not all 0, as in 99,1,0"
+        )
+    return text
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:
@@ -87,7 +101,12 @@ def add_pack_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=131072, metavar="N", help="of a drawn pack (%(default)s)")
     add("--seq-length", type=int, default=8192, metavar="N", help="of --idx (%(default)s)")
     add("--samples", type=int, metavar="N", help="training samples of the run, for --idx")
-    add("--split", default="100,0,0", help="as training has it, for --idx (%(default)s)")
+    add(
+        "--split",
+        type=parse_split,
+        default="100,0,0",
+        help="as training has it, for --idx (%(default)s)",
+    )
     add("--seed", type=int, default=1234, help="of training or of the draw (%(default)s)")
     add("--packs", type=int, default=1, metavar="N", help="packs to draw or to read from --idx")
     add("--pack", type=int, default=1, metavar="I", help="the pack to show, from 1 (%(default)s)")
@@ -245,10 +264,15 @@ def network_of(args: argparse.Namespace) -> Network | None:
     """The wire between nodes that the options name.
 
     Raises:
-        ValueError: a rate without nodes, or one that is none.
+        ValueError: a rate without nodes or without a calibration, or one that is none.
     """
     if args.network_gb_per_s is None:
         return None
+    if args.calibration is None:
+        raise ValueError(
+            "--network-gb-per-s is of predictions, which need --calibration PATH; see "
+            "tools/calibrate.py"
+        )
     if args.ranks_per_node is None:
         raise ValueError("--network-gb-per-s needs --ranks-per-node N")
     return Network(ranks_per_node=args.ranks_per_node, gb_per_s=args.network_gb_per_s)

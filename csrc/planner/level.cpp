@@ -5,6 +5,8 @@
 #include <tuple>
 #include <utility>
 
+#include "planner/sort.h"
+
 namespace splitkv::planner {
 namespace {
 
@@ -39,9 +41,11 @@ int64_t back_cost(const QueryModel& model, const Piece& piece) {
 // among them, evenly spaced by tokens: splinters that swaps leave do not crowd out large pieces.
 std::vector<size_t> spaced_pieces(const QueryModel& model, const std::vector<Piece>& pieces,
                                   int64_t (*key_cost)(const QueryModel&, const Piece&)) {
-    std::vector<std::pair<int64_t, size_t>> order(pieces.size());
-    for (size_t i = 0; i < pieces.size(); ++i) order[i] = {key_cost(model, pieces[i]), i};
-    std::sort(order.begin(), order.end());
+    std::vector<Keyed> order(pieces.size());
+    for (size_t i = 0; i < pieces.size(); ++i) {
+        order[i] = {key_cost(model, pieces[i]), static_cast<int64_t>(i)};
+    }
+    sort_by_key(order);
     int64_t tokens = 0, passed = 0;
     for (const Piece& piece : pieces) tokens += piece.tokens();
     std::vector<size_t> chosen;

@@ -70,13 +70,28 @@ class PlanBook:
         `packed` then finds it by the documents and need not make it. Ranks that were given none,
         such as those that Megatron broadcasts the batch to, make the same one themselves.
 
+        A plan does not say by which tolerance, speeds, nodes or calibration it was made: others
+        than this book's are found where ranks compare their plans (`check_plan`).
+
         Raises:
-            ValueError: the plan is not one of this book's planner.
+            ValueError: the plan has another mask or block size than this book's, or knows pads
+                apart from documents.
         """
-        if plan.queries != self.queries or plan.padded_lens != plan.doc_lens:
+        way_out = "make it with PlanBook.planner"
+        if plan.queries != self.queries:
             raise ValueError(
-                f"a plan of {plan.queries} is not of this run, which places {self.queries}; make "
-                "it with PlanBook.planner"
+                f"a plan of {plan.queries} is not of this run, which places {self.queries}; "
+                f"{way_out}"
+            )
+        if self.config.block_size not in (None, plan.block_size):
+            raise ValueError(
+                f"a plan with block_size={plan.block_size} is not of this run, which has "
+                f"block_size={self.config.block_size}; {way_out}"
+            )
+        if plan.padded_lens != plan.doc_lens:
+            raise ValueError(
+                "a plan with padded_lens of its own is not of this run, where pads are part of "
+                f"their documents; {way_out}"
             )
         ends = tuple(accumulate(plan.doc_lens, initial=0))
         self._plans.get((ends, plan.cp_size), lambda: plan)

@@ -118,11 +118,13 @@ def check_measured(calibration: Calibration, shape: AttentionShape) -> None:
         ValueError: it is of another head dim or dtype.
     """
     measured = (calibration.head_dim, calibration.head_dim, calibration.dtype)
+    is_square = shape.head_dim_qk == shape.head_dim_v
+    way_out = "calibrate with these" if is_square else "none can be measured; leave it out"
     if (shape.head_dim_qk, shape.head_dim_v, shape.dtype) != measured:
         raise ValueError(
             f"calibration of head_dim={calibration.head_dim} and {calibration.dtype} says nothing "
             f"about head dims {shape.head_dim_qk} and {shape.head_dim_v} in {shape.dtype}; "
-            "calibrate with these"
+            f"{way_out}"
         )
 
 

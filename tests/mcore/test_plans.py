@@ -126,6 +126,20 @@ def test_plan_of_another_mask_is_not_remembered():
         PlanBook().remember(plan)
 
 
+def test_plan_of_another_block_size_is_not_remembered():
+    plan = Planner(cp_size=2, config=SplitKVConfig(block_size=128))([512])
+    book = PlanBook(SplitKVConfig(block_size=64))
+    with pytest.raises(ValueError, match="block_size=128 is not of this run, which has block_si"):
+        book.remember(plan)
+    PlanBook(SplitKVConfig(block_size=128)).remember(plan)
+
+
+def test_plan_with_pads_of_its_own_is_not_remembered():
+    plan = make_plan([500], 2, padded_lens=[512])
+    with pytest.raises(ValueError, match="a plan with padded_lens of its own is not of this run"):
+        PlanBook().remember(plan)
+
+
 @pytest.mark.parametrize(
     ("transport", "device", "name"),
     [

@@ -12,6 +12,11 @@ from megatron_splitkv.plan.predict import Calibration
 from megatron_splitkv.plan.report import AttentionShape
 
 LENS = [3000, 2000, 900, 800, 700, 500, 200, 92]
+CALIBRATION = Calibration(
+    device="made up", dtype="bf16", head_dim=64, num_heads_q=2, num_heads_kv=2, pair_ns=0.01,
+    row_ns=2.0, run_ns=30.0, base_ns=500.0, worst_error=0.0, link_gb_per_s=10.0,
+    link_latency_us=1.0, source="by hand",
+)  # fmt: skip
 
 
 def test_defaults_are_those_of_make_plan():
@@ -38,11 +43,12 @@ def test_a_pickled_planner_plans_where_there_is_no_torch():
 
 
 def test_calibration_of_another_head_dim_is_refused():
-    calibration = Calibration(
-        device="made up", dtype="bf16", head_dim=64, num_heads_q=2, num_heads_kv=2, pair_ns=0.01,
-        row_ns=2.0, run_ns=30.0, base_ns=500.0, worst_error=0.0, link_gb_per_s=10.0,
-        link_latency_us=1.0, source="by hand",
-    )  # fmt: skip
     shape = AttentionShape(num_heads_q=2, head_dim_qk=128, head_dim_v=128, dtype="bf16")
     with pytest.raises(ValueError, match="head_dim=64 and bf16 says nothing about head dims 128"):
-        Timing(calibration=calibration, shape=shape)
+        Timing(calibration=CALIBRATION, shape=shape)
+
+
+def test_head_dims_that_no_calibration_has_are_told_apart():
+    shape = AttentionShape(num_heads_q=2, head_dim_qk=192, head_dim_v=128, dtype="bf16")
+    with pytest.raises(ValueError, match="192 and 128 in bf16; none can be measured; leave it out"):
+        Timing(calibration=CALIBRATION, shape=shape)

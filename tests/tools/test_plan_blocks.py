@@ -348,6 +348,10 @@ def test_a_projection_over_a_slower_network_is_slower_and_names_it(tmp_path):
     assert "between nodes of 8 ranks 0.001 GB/s, as given" in words
     bad = run_tool(*options, "--network-gb-per-s", "5")
     assert "--network-gb-per-s needs --ranks-per-node N" in bad.stderr
+    alone = ("--lengths", "65536", "--cp", "8", "--ranks-per-node", "8", "--network-gb-per-s", "5")
+    bad = run_tool(*alone)
+    assert bad.returncode == 2
+    assert "--network-gb-per-s is of predictions, which need --calibration PATH" in bad.stderr
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,13 @@ def test_packs_are_those_of_training(prefix):
     assert found["fingerprint"] == plans[2]
 
 
+def test_no_more_packs_than_training_samples(prefix):
+    options = ("--seq-length", "512", "--samples", "3", "--packs", "6", "--cp", "2", "--json")
+    run = run_tool("--idx", prefix, *options)
+    assert run.returncode == 0, run.stderr
+    assert len(json.loads(run.stdout)["packs"]) == 3
+
+
 def test_a_file_that_is_no_index_is_named(tmp_path):
     for suffix in (".idx", ".bin"):
         (tmp_path / f"text{suffix}").write_text("hello")
@@ -75,6 +82,8 @@ def test_a_file_that_is_no_index_is_named(tmp_path):
     [
         (("--idx", "nowhere/text", "--samples", "5"), "nowhere/text.idx is not there"),
         (("--idx", "nowhere/text"), "--idx needs --samples N"),
+        (("--idx", "nowhere/text", "--split", "most"), "'most' must be up to three shares"),
+        (("--idx", "nowhere/text", "--split", "0,0,0"), "'0,0,0' must be up to three shares"),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments, message):
