@@ -1,7 +1,9 @@
 """Attention calls over a whole pack: simulated ranks, the dense oracle, and their comparison."""
 
+import gc
 import hashlib
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +14,7 @@ from megatron_splitkv.attention import SplitKVContext, splitkv_attention
 from megatron_splitkv.comm import Counts, PassingTransport, Pending, ThreadGroup, Transport
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout, shard_rows, unshard_rows
-from megatron_splitkv.plan import Anchors, Plan, Queries
+from megatron_splitkv.plan import Anchors, Causal, Full, Plan, Queries, Window, make_plan
 from tests import oracle
 from tests.packs import block_mask, owner_of_rows, pad_rows, plan_mask
 from tests.tolerances import BY_DTYPE, GRADIENT_BY_DTYPE, Tolerance
@@ -215,6 +217,22 @@ def run_rank(
     call.forward()
     call.backward()
     return call.parts
+
+
+def drift_of_random_steps(step_of: Callable[[Plan, Inputs, SplitKVConfig], object]) -> int:
+    """Bytes of the GPU that stay allocated after 200 steps of other documents on two ranks,
+    counted from step 20."""
+    heads = Heads(q=4, kv=1, dim_qk=64, dim_v=64)
+    at_step: list[int] = []
+    for step in range(200):
+        draw = random.Random(step)
+        docs = [draw.randint(1, 512) for _ in range(draw.randint(1, 8))]
+        plan = make_plan(docs, 2, queries=draw.choice([Causal(), Window(100), Full()]))
+        inputs = random_inputs(plan, heads, torch.bfloat16, seed=step)
+        step_of(plan, inputs, SplitKVConfig(keep_queries=draw.random() < 0.5))
+        gc.collect()
+        at_step.append(torch.cuda.memory_allocated())
+    return max(at_step[20:]) - at_step[20]
 
 
 def run_simulated(

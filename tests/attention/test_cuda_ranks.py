@@ -1,6 +1,5 @@
 """Several ranks on one GPU, in bf16: threads on streams of their own, and processes over gloo."""
 
-import gc
 import random
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +28,7 @@ from tests.ranks import (
     RankCall,
     assert_outputs,
     dense,
+    drift_of_random_steps,
     join_ranks,
     random_inputs,
     run_rank,
@@ -227,18 +227,11 @@ def test_peak_memory_falls_with_every_doubling_of_ranks(plain_buffers):
 
 def test_random_steps_leave_nothing_behind(plain_buffers):
     group = ThreadGroup(2, device="cuda")
-    heads = Heads(q=4, kv=1, dim_qk=64, dim_v=64)
-    at_step = {}
-    for step in range(200):
-        draw = random.Random(step)
-        docs = [draw.randint(1, 512) for _ in range(draw.randint(1, 8))]
-        plan = make_plan(docs, 2, queries=draw.choice([Causal(), Window(100), Full()]))
-        inputs = random_inputs(plan, heads, torch.bfloat16, seed=step)
-        config = SplitKVConfig(keep_queries=draw.random() < 0.5)
-        group.run(lambda t, p=plan, i=inputs, c=config: run_rank(p, i, t, c, device="cuda") and 0)
-        gc.collect()
-        at_step[step] = torch.cuda.memory_allocated()
-    drift = max(at_step[step] for step in range(20, 200)) - at_step[20]
+
+    def step(plan: Plan, inputs: Inputs, config: SplitKVConfig) -> None:
+        group.run(lambda t: run_rank(plan, inputs, t, config, device="cuda") and 0)
+
+    drift = drift_of_random_steps(step)
     assert drift < 2**20, f"{drift} bytes"
 
 

@@ -1,6 +1,5 @@
 """Two GPUs, in bf16: bits at any timing, many documents, and ranks that stop."""
 
-import gc
 import hashlib
 import os
 import random
@@ -26,10 +25,17 @@ from megatron_splitkv.comm import (
 )
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
-from megatron_splitkv.plan import Causal, Full, Window, make_plan
+from megatron_splitkv.plan import make_plan
 from tests import gloo
 from tests.gloo import run_gloo, run_outcomes
-from tests.ranks import Heads, join_ranks, random_inputs, run_rank, run_simulated
+from tests.ranks import (
+    Heads,
+    drift_of_random_steps,
+    join_ranks,
+    random_inputs,
+    run_rank,
+    run_simulated,
+)
 from tests.tolerances import CUDA_BF16
 
 pytestmark = pytest.mark.multi_gpu
@@ -201,25 +207,16 @@ def test_thousands_of_short_documents_beside_a_long_one(choice):
         assert figures.rel_l2 <= CUDA_BF16.rel_l2
 
 
-def drift_of_random_steps(transport: Transport) -> int:
-    """Bytes that stay allocated after 200 steps of other documents, counted from step 20."""
-    heads = Heads(q=4, kv=1, dim_qk=64, dim_v=64)
-    at_step = []
-    for step in range(200):
-        draw = random.Random(step)
-        docs = [draw.randint(1, 512) for _ in range(draw.randint(1, 8))]
-        plan = make_plan(docs, 2, queries=draw.choice([Causal(), Window(100), Full()]))
-        inputs = random_inputs(plan, heads, torch.bfloat16, seed=step)
-        config = SplitKVConfig(keep_queries=draw.random() < 0.5)
-        run_rank(plan, inputs, transport, config, device="cuda")
-        gc.collect()
-        at_step.append(torch.cuda.memory_allocated())
-    return max(at_step[20:]) - at_step[20]
+def drift_of_one_rank(transport: Transport) -> int:
+    """Of this rank's GPU."""
+    return drift_of_random_steps(
+        lambda plan, inputs, config: run_rank(plan, inputs, transport, config, device="cuda")
+    )
 
 
 @each_transport
 def test_random_steps_leave_nothing_behind(choice):
-    for drift in run_gloo(2, on_gpus, choice, drift_of_random_steps):
+    for drift in run_gloo(2, on_gpus, choice, drift_of_one_rank):
         assert drift < 2**20
 
 
