@@ -30,6 +30,7 @@ from plan_options import (
     network_of,
     packs_of,
     query_spec,
+    refuse_idle_options,
 )
 from plan_simulate import Step, simulate, table_of_steps
 from rich.console import Console
@@ -329,8 +330,10 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Returns the exit code; bad input is one line."""
-    args = build_parser().parse_args()
+    parser = build_parser()
+    args = parser.parse_args()
     try:
+        refuse_idle_options(args, parser)
         run(args)
     except (ValueError, OSError) as error:
         print(f"plan_blocks.py: error: {error}", file=sys.stderr)

@@ -197,6 +197,36 @@ def add_bytes_options(parser: argparse.ArgumentParser) -> None:
     add("--keep-queries", action="store_true", help="queries travel once and are kept for backward")
 
 
+# Which options say more about what: without it they would change nothing.
+NEEDED_BY = {
+    "tokens": ("distribution",),
+    "seq_length": ("idx",),
+    "samples": ("idx",),
+    "split": ("idx",),
+    "seed": ("distribution", "idx"),
+    "packs": ("distribution", "idx"),
+    "rows_per_anchor": ("anchors",),
+}
+
+
+def refuse_idle_options(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Stops options that would be ignored.
+
+    Raises:
+        ValueError: one is given beside a source of packs, or a mask, that it says nothing about.
+    """
+    for name, owners in NEEDED_BY.items():
+        is_idle = all(getattr(args, owner) is None for owner in owners)
+        if is_idle and getattr(args, name) != parser.get_default(name):
+            option, needed = (_option(x) for x in (name, owners[0]))
+            others = "".join(f" or {_option(owner)}" for owner in owners[1:])
+            raise ValueError(f"{option} belongs to {needed}{others}; give that, or leave it out")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def packs_of(args: argparse.Namespace) -> list[Pack]:
     """The packs that the options name.
 

@@ -151,6 +151,12 @@ def test_short_packs(lengths):
         (("--lengths", "5", "--cp", "2", "--window", "0"), "window size=0 must be at least 1 key"),
         (("--lengths", "5", "--cp", "2", "--prefix=-1"), "prefix -1 of document 0 must lie in"),
         (("--distribution", "wlb", "--cp", "2", "--seed=-1"), "--seed -1 must be at least 0"),
+        (
+            ("--lengths", "5", "--cp", "2", "--packs", "3"),
+            "--packs belongs to --distribution or --idx; give that, or leave it out",
+        ),
+        (("--lengths", "5", "--cp", "2", "--rows-per-anchor", "3"), "belongs to --anchors"),
+        (("--distribution", "wlb", "--cp", "2", "--samples", "3"), "--samples belongs to --idx"),
         (("--lengths", "5", "--cp", "2", "--suffix", "0"), "suffix num_rows=0 must be at least 1"),
         (("--lengths", "5", "--cp", "2", "--stages", "0"), "num_stages=0 must be at least 1"),
         (("--lengths", "5", "--cp", "2", "--heads", "8/x"), "'8/x' must be query heads / kv heads"),
