@@ -13,7 +13,6 @@ A rank that stalls holds back the streams of the others; after the timeout of th
 processes end.
 """
 
-import os
 import socket
 from collections.abc import Sequence
 from itertools import accumulate
@@ -291,19 +290,6 @@ def reason_against(group: ProcessGroup, device: torch.device) -> str | None:
     is_cut_off = not all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
     cut_off = [rank for rank, is_so in enumerate(_gathered(is_cut_off, group)) if is_so]
     return f"ranks {cut_off} cannot read the memory of all the others' GPUs" if cut_off else None
-
-
-def is_preferred(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks had better read each other's memory than send it, the same on all of them.
-
-    Not with a single connection to the GPU, which Megatron asks for: there a wait for a peer may
-    hold back the attention that was launched behind it. All ranks of the group must call it
-    together.
-    """
-    has_one_connection = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    if any(_gathered(has_one_connection, group)):
-        return False
-    return reason_against(group, device) is None
 
 
 def _gathered[T](value: T, group: ProcessGroup) -> list[T]:
