@@ -11,10 +11,12 @@ from megatron_splitkv.plan import Suffix
 
 KINDS = {"rows": "few query rows", "causal": "one causal document", "pile": "packed documents"}
 OURS = "split-kv"
-# What is taken for granted before anything is measured: TFLOP/s of a rank, and the time to check
-# and prepare a method on a workload: TransformerEngine builds cuDNN plans for each.
+# What is taken for granted before anything is measured: TFLOP/s of a rank, and seconds: to prepare
+# a method on a workload; to start the processes of a group; to import TransformerEngine there, and
+# to have it build its first plans for a method and a kind.
 ASSUMED_TFLOPS = {"cuda": 450.0, "cpu": 0.05}
-PREPARE_S, PREPARE_PEER_S = 0.7, 1.5
+PREPARE_S, START_S = 0.7, 20.0
+START_PEERS_S, FIRST_PLANS_S = 12.0, 4.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +62,17 @@ class Pace:
 
     def seconds(self, case: Case) -> float:
         """An estimate, for all methods of the case."""
+        return len(case.methods) * self.method_seconds(case)
+
+    def method_seconds(self, case: Case) -> float:
+        """An estimate for one method of the case, whichever."""
         step_s = sum(case.workload.flop()) / case.cp_size / ASSUMED_TFLOPS[self.device] * 1e-12
-        prepare_s = sum(PREPARE_PEER_S if name in PEERS else PREPARE_S for name in case.methods)
-        num_steps = WARM_UP_ROUNDS + self.rounds + 1
-        return len(case.methods) * step_s * num_steps + prepare_s
+        return PREPARE_S + step_s * (WARM_UP_ROUNDS + self.rounds + 1)
+
+    def start_seconds(self, cases: Iterable[Case]) -> float:
+        """An estimate of what the cases of one group cost once, however many they are."""
+        first = {(case.kind, name) for case in cases for name in case.methods if name in PEERS}
+        return START_S + (START_PEERS_S if first else 0.0) + FIRST_PLANS_S * len(first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
