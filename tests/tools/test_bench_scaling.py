@@ -67,7 +67,10 @@ def test_the_dearest_is_dropped_by_name_other_methods_first():
     total = sum(map(pace.seconds, cases))
     assert fit_into(cases, total, pace).dropped == []
     some = fit_into(cases, total - 1.0, pace)
-    assert some.dropped == ["4k-gqa at cp 2: ring, te-p2p"]
+    assert some.dropped == ["4k-gqa at cp 2: te-p2p"]
+    dearest = max(pace.method_seconds(case) for case in cases if case.cp_size == 2)
+    more = fit_into(cases, total - 1.1 * dearest, pace)
+    assert more.dropped == ["4k-gqa at cp 2: ring, te-p2p"]
     assert len(some.cases) == len(cases)
     few = fit_into(cases, 10.0, pace)
     assert sum(map(pace.seconds, few.cases)) <= 10.0
