@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_splitkv.comm import RowFormat, empty_rows
-from megatron_splitkv.ops.encode import encode_partials_
+from megatron_splitkv.ops.encode import run_encode
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -66,15 +66,13 @@ class PartialFormat:
         """
         if into is None:
             into = empty_rows(len(values), self.row_bytes, values.device)
+        assert (lse is not None) == self.has_lse, "a format of outputs packs their lse"
+        if not self._is_scaled:
+            return self._rows.pack([values] if lse is None else [values, lse], into=into)
         packed = self._rows.cleared(into)
         partials = self.unpack(packed)
-        if partials.scale is None:
-            partials.values.copy_(values)
-        else:
-            encode_partials_(partials.values, partials.scale, values)
-        if partials.lse is not None:
-            assert lse is not None, "a format of outputs packs their lse"
-            partials.lse.copy_(lse)
+        assert partials.scale is not None, "fp16 travels beside a scale"
+        run_encode(partials.values, partials.scale, values, partials.lse, lse)
         return packed
 
     def unpack(self, packed: Tensor) -> Partials:

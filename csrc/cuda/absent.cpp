@@ -27,6 +27,8 @@ void add(const AddParams&) { refuse(); }
 
 void encode(const EncodeParams&) { refuse(); }
 
+void pack(const PackParams&) { refuse(); }
+
 void row_dot(const Rows&, const Rows&, const Rows&, const Launch&) { refuse(); }
 
 }  // namespace splitkv::cuda

@@ -32,6 +32,8 @@ void add(const AddParams& params);
 
 void encode(const EncodeParams& params);
 
+void pack(const PackParams& params);
+
 // sums[row, head] = sum over dim of a * b, fp32: delta, from dout and the merged out. CUDA alone,
 // so it checks all that it is given.
 void row_dot(const Rows& a, const Rows& b, const Rows& sums, const Launch& launch);

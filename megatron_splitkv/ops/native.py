@@ -35,7 +35,7 @@ def check_tensor(
         ValueError: wrong shape, dtype or device, or the last dimension is not contiguous.
     """
     got = tensor.shape
-    if not _fits(got, shape):
+    if got != shape and not _fits(got, shape):
         need = ", ".join("any" if size == -1 else str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(got)}, needs [{need}]")
     if tensor.dtype not in dtypes:
@@ -130,17 +130,19 @@ def refusal(op: str, tensor: Tensor) -> UnsupportedError:
 
 def as_rows(tensor: Tensor) -> _kernels.Rows:
     """A `[rows, heads, dim]` or `[rows, heads]` tensor as the kernels see it: its address."""
-    rows, heads, *dim = tensor.shape
-    row_stride, head_stride, *_ = tensor.stride()
     return _kernels.Rows(
         data=tensor.data_ptr(),
         dtype=_NATIVE_DTYPES[tensor.dtype],
-        rows=rows,
-        heads=heads,
-        dim=dim[0] if dim else 1,
-        row_stride=row_stride,
-        head_stride=head_stride,
+        shape=tensor.shape,
+        strides=tensor.stride(),
     )
+
+
+def written_by_kernel(tensor: Tensor) -> Tensor:
+    """Where a kernel that need not accumulate writes a result: the CPU kernels know fp32 alone."""
+    if tensor.is_cuda or tensor.dtype == torch.float32:
+        return tensor
+    return torch.empty_like(tensor, dtype=torch.float32)
 
 
 def as_address(tensor: Tensor | None) -> int:
