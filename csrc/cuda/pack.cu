@@ -27,12 +27,18 @@ __device__ __forceinline__ bool fits(const PackField& field) {
     return ((address | field.row_stride | field.begin | field.end) & (sizeof(Word) - 1)) == 0;
 }
 
+__device__ __forceinline__ void clear(char* packed, int64_t begin, int64_t end) {
+    for (int64_t byte = begin + threadIdx.x; byte < end; byte += kThreads) packed[byte] = 0;
+}
+
 __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackParams params) {
     const int64_t row = blockIdx.x;
     const int64_t source_row = params.index == nullptr ? row : params.index[row];
     char* packed = params.packed + row * params.row_bytes;
+    int64_t end = 0;  // of what is written
     for (int i = 0; i < params.num_fields; ++i) {
         const PackField& field = params.fields[i];
+        clear(packed, end, field.begin);
         const char* source = field.source + source_row * field.row_stride;
         const int64_t num_bytes = field.end - field.begin;
         if (fits<uint4>(field)) {
@@ -42,12 +48,9 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
         } else {
             copy_words<char>(source, packed + field.begin, num_bytes);
         }
-        const int64_t next =
-            i + 1 < params.num_fields ? params.fields[i + 1].begin : params.row_bytes;
-        for (int64_t byte = field.end + threadIdx.x; byte < next; byte += kThreads) {
-            packed[byte] = 0;
-        }
+        end = field.end;
     }
+    clear(packed, end, params.row_bytes);
 }
 
 }  // namespace
