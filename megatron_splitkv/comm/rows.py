@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_splitkv.comm.transport import Pending, Transport, empty_rows
 from megatron_splitkv.config import WIRE_ALIGNMENT_BYTES
 from megatron_splitkv.layout import ExchangeStage
+from megatron_splitkv.ops.native import Rows, rows_at
 from megatron_splitkv.ops.pack import has_dense_rows, run_pack
 
 
@@ -78,6 +79,19 @@ class RowFormat:
             offset = whole.storage_offset() + begin // dtype.itemsize
             fields.append(whole.as_strided((num_rows, *shape), strides, offset))
         return fields
+
+    def rows(self, packed: Tensor) -> list[Rows]:
+        """What `unpack` gives, as kernels see it, for fields `[heads, dim]` and `[heads]`.
+
+        It holds addresses alone: the caller keeps `packed` alive.
+        """
+        num_rows, address, inside = packed.shape[0], packed.data_ptr(), _inside(self)
+        return [
+            rows_at(address + begin, dtype, (num_rows, *shape), strides)
+            for (shape, dtype), begin, strides in zip(
+                self.fields, inside.begins, inside.strides, strict=True
+            )
+        ]
 
 
 class _Inside(NamedTuple):

@@ -90,7 +90,7 @@ class SymmetricTransport:
         """See `Transport.send_buffer`."""
         assert self._prepared is None, "the exchange of a send buffer must follow it"
         place = self._prepared = self._take(places_of(counts, self.rank, row_bytes))
-        return self._at(place, place.where.sending).view(-1, row_bytes)
+        return self._at(place, place.where.sending // row_bytes, row_bytes)
 
     def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
@@ -98,7 +98,7 @@ class SymmetricTransport:
         place, self._prepared = self._prepared, None
         if place is None:
             place = self._take(places_of(counts, self.rank, row_bytes))
-            self._at(place, rows.numel()).copy_(rows.view(-1))
+            self._at(place, *rows.shape).copy_(rows)
         where, mine = place.where, self.rank
         received = rows.new_empty(where.targets[-1] // row_bytes, row_bytes)
         if where.coming[mine]:
@@ -116,7 +116,7 @@ class SymmetricTransport:
         targets = [each * rank for rank in range(self.size + 1)]
         where = Places(each, each, [0] * self.size, [each] * self.size, targets, readers)
         place = self._take(where)
-        self._at(place, each).copy_(rows.view(-1))
+        self._at(place, *rows.shape).copy_(rows)
         return self._collective(place, received)
 
     def _collective(self, place: "_Place", received: Tensor) -> Pending:
@@ -172,9 +172,11 @@ class SymmetricTransport:
             wait_for_flag(stream, self._flag(self.rank, self.size + reader), number)
         return _Place(begin=begin, number=self._number, where=where)
 
-    def _at(self, place: "_Place", num_bytes: int) -> Tensor:
-        """The own rows in a place, `[num_bytes]` uint8."""
-        return self._buffers.of[self.rank][place.begin : place.begin + num_bytes]
+    def _at(self, place: "_Place", num_rows: int, row_bytes: int) -> Tensor:
+        """The own rows in a place, `[num_rows, row_bytes]` uint8."""
+        own = self._buffers.of[self.rank]
+        begin = own.storage_offset() + place.begin
+        return own.as_strided((num_rows, row_bytes), (row_bytes, 1), begin)
 
     def _grow(self, capacity: int) -> None:
         """Takes larger buffers, on all ranks alike.

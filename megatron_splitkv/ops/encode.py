@@ -5,6 +5,7 @@ from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.ops.native import (
+    Rows,
     as_rows,
     check_no_grad,
     check_tensor,
@@ -52,10 +53,10 @@ def encode_partials_(
 
 
 def run_encode(
-    encoded: Tensor,
-    scale: Tensor,
+    encoded: Tensor | Rows,
+    scale: Tensor | Rows,
     values: Tensor,
-    sent_lse: Tensor | None = None,
+    sent_lse: Tensor | Rows | None = None,
     lse: Tensor | None = None,
 ) -> None:
     """`encode_partials_` without its checks, for callers that made the arguments themselves."""

@@ -6,6 +6,7 @@ from torch import Tensor
 import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
+    Rows,
     as_rows,
     check_no_grad,
     check_slots,
@@ -74,11 +75,11 @@ def merge_partials_(
 def run_merge(
     out: Tensor,
     lse: Tensor,
-    part_out: Tensor,
-    part_lse: Tensor,
+    part_out: Tensor | Rows,
+    part_lse: Tensor | Rows,
     part_ptr: Tensor,
     part_slots: Tensor,
-    part_scale: Tensor | None = None,
+    part_scale: Tensor | Rows | None = None,
     *,
     accumulate: bool = True,
 ) -> None:

@@ -128,14 +128,19 @@ def refusal(op: str, tensor: Tensor) -> UnsupportedError:
     )
 
 
-def as_rows(tensor: Tensor) -> _kernels.Rows:
+Rows = _kernels.Rows
+
+
+def as_rows(tensor: Tensor | Rows) -> Rows:
     """A `[rows, heads, dim]` or `[rows, heads]` tensor as the kernels see it: its address."""
-    return _kernels.Rows(
-        data=tensor.data_ptr(),
-        dtype=_NATIVE_DTYPES[tensor.dtype],
-        shape=tensor.shape,
-        strides=tensor.stride(),
-    )
+    if isinstance(tensor, Rows):
+        return tensor
+    return rows_at(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def rows_at(address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Rows:
+    """What `as_rows` would give for a tensor there; strides in elements."""
+    return Rows(data=address, dtype=_NATIVE_DTYPES[dtype], shape=shape, strides=strides)
 
 
 def written_by_kernel(tensor: Tensor) -> Tensor:
