@@ -134,7 +134,7 @@ def as_rows(tensor: Tensor) -> _kernels.Rows:
     row_stride, head_stride, *_ = tensor.stride()
     return _kernels.Rows(
         data=tensor.data_ptr(),
-        dtype=_NATIVE_DTYPES[tensor.dtype],
+        dtype=native_dtype(tensor.dtype),
         rows=rows,
         heads=heads,
         dim=dim[0] if dim else 1,
@@ -146,6 +146,11 @@ def as_rows(tensor: Tensor) -> _kernels.Rows:
 def as_address(tensor: Tensor | None) -> int:
     """Where the elements lie, 0 for None; the caller keeps the tensor alive while it is used."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def native_dtype(dtype: torch.dtype) -> _kernels.DType:
+    """An element type as the kernels name it."""
+    return _NATIVE_DTYPES[dtype]
 
 
 def native_device(device: torch.device) -> _kernels.Device:
