@@ -48,6 +48,7 @@ def backward_workspace_bytes(
     head_dim_v: int,
     num_threads: int,
     work_shape: Sequence[int],
+    gradient_dtype: DType,
 ) -> int: ...
 def forward(
     *,

@@ -222,8 +222,10 @@ class _KeysValues(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def empty_gradients(self) -> "_KeysValues":
-        return _KeysValues(*(torch.empty_like(x, dtype=torch.float32) for x in self))
+    def empty_gradients(self, *, num_calls: int) -> "_KeysValues":
+        """What so many calls write: summed in fp32, or rounded by the only one."""
+        dtype = torch.float32 if num_calls > 1 else self.k.dtype
+        return _KeysValues(*(torch.empty_like(x, dtype=dtype) for x in self))
 
     def to(self, dtype: torch.dtype) -> "_KeysValues":
         return _KeysValues(self.k.to(dtype), self.v.to(dtype))
@@ -306,8 +308,9 @@ def _backward(
     the dtype of the inputs.
     """
     layout = call.layout
-    dkeys = keys.empty_gradients()  # written by the first rows, then added to
-    dblock = None if block is None else block.empty_gradients()
+    num_calls = len(layout.stages) + (layout.own is not None)
+    dkeys = keys.empty_gradients(num_calls=num_calls)  # written by the first rows, then added to
+    dblock = None if block is None else block.empty_gradients(num_calls=1)
     sent = [rows.dout, rows.lse, rows.delta] + ([] if kept_queries else [rows.q])
     sent_format = RowFormat(tuple((tensor.shape[1:], tensor.dtype) for tensor in sent))
     dq_format = call.partial_format(rows.q, rows.q.shape[2], has_lse=False)
@@ -355,7 +358,6 @@ def _backward(
     )  # fmt: skip
     dtype = rows.q.dtype
     dkeys = dkeys.to(dtype)  # while the last answers are in flight
-    dblock = None if dblock is None else dblock.to(dtype)
     finish()
     return dq.to(dtype), dkeys, dblock
 

@@ -97,7 +97,7 @@ int64_t forward_workspace_bytes(const WorkspaceRequest& request) {
 int64_t backward_workspace_bytes(const WorkspaceRequest& request) {
     if (is_cuda(request.device)) {
         return cuda::backward_workspace_bytes(
-            shape_from_ints<BackwardWorkShape>(request.work_shape));
+            shape_from_ints<BackwardWorkShape>(request.work_shape), request.gradient_dtype);
     }
     return cpu::backward_workspace_bytes(request.head_dim_qk, request.head_dim_v,
                                          request.num_threads);

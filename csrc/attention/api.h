@@ -15,6 +15,7 @@ struct WorkspaceRequest {
     int64_t head_dim_qk;
     int64_t head_dim_v;
     int32_t num_threads;              // of the CPU; unused on CUDA
+    DType gradient_dtype;             // of dk and dv; unused by the forward
     std::vector<int64_t> work_shape;  // as in ForwardCall
 };
 

@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <utility>
 #include <vector>
 
 #include "attention/api.h"
@@ -60,15 +59,16 @@ void bind_structs(py::module_& m) {
 }
 
 void bind_attention(py::module_& m) {
-    for (const auto& [name, function] :
-         {std::pair{"forward_workspace_bytes", &forward_workspace_bytes},
-          {"backward_workspace_bytes", &backward_workspace_bytes}}) {
+    const auto def_workspace = [&m](const char* name, auto function, auto... more) {
         def(m, name, function, Field("device", &WorkspaceRequest::device),
             Field("head_dim_qk", &WorkspaceRequest::head_dim_qk),
             Field("head_dim_v", &WorkspaceRequest::head_dim_v),
             Field("num_threads", &WorkspaceRequest::num_threads),
-            Field("work_shape", &WorkspaceRequest::work_shape));
-    }
+            Field("work_shape", &WorkspaceRequest::work_shape), more...);
+    };
+    def_workspace("forward_workspace_bytes", &forward_workspace_bytes);
+    def_workspace("backward_workspace_bytes", &backward_workspace_bytes,
+                  Field("gradient_dtype", &WorkspaceRequest::gradient_dtype));
     def(m, "forward", &forward, Field("q", &ForwardCall::q), Field("k", &ForwardCall::k),
         Field("v", &ForwardCall::v), Field("kv_begin", &ForwardCall::kv_begin),
         Field("kv_end", &ForwardCall::kv_end), Field("out", &ForwardCall::out),

@@ -90,6 +90,15 @@ inline void check_forward(const ForwardParams& params) {
     check_float32("lse", params.lse);
 }
 
+// Gradients of the keys. Sums of several calls are fp32; one call may round its own.
+inline void check_key_gradient(const char* name, const Rows& gradient,
+                               const BackwardParams& params) {
+    SPLITKV_CHECK(gradient.dtype == DType::kFloat32 ||
+                      (!params.accumulates && gradient.dtype == params.q.dtype),
+                  name, " must be float32, or of the dtype of q where it is overwritten");
+    SPLITKV_CHECK(gradient.dtype == params.dk.dtype, "dk and dv differ in dtype");
+}
+
 inline void check_backward(const BackwardParams& params) {
     const Rows& q = params.q;
     check_inputs(q, params.k, params.v);
@@ -102,8 +111,8 @@ inline void check_backward(const BackwardParams& params) {
     check_float32("lse", params.lse);
     check_float32("delta", params.delta);
     check_float32("dq", params.dq);
-    check_float32("dk", params.dk);
-    check_float32("dv", params.dv);
+    check_key_gradient("dk", params.dk, params);
+    check_key_gradient("dv", params.dv, params);
 }
 
 }  // namespace splitkv

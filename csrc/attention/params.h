@@ -58,8 +58,9 @@ struct BackwardParams {
     const int32_t* kv_end;    // [Tq]
     Rows dq;                  // [Tq, Hq, D], fp32, every row is written
     Rows dk;                  // [Tk, Hkv, D], fp32, accumulated into
-    Rows dv;                  // [Tk, Hkv, Dv], fp32, accumulated into
-    bool accumulates;         // CUDA alone: false says that dk and dv are overwritten
+    Rows dv;                  // [Tk, Hkv, Dv], dtype of dk, accumulated into
+    // CUDA alone: false says that dk and dv are overwritten; they may then have the dtype of q.
+    bool accumulates;
     float softmax_scale;
     Launch launch;
 };

@@ -17,7 +17,7 @@ int64_t forward_workspace_bytes(const ForwardWorkShape&) { refuse(); }
 
 void forward(const ForwardParams&, const int32_t*, const ForwardWorkShape&) { refuse(); }
 
-int64_t backward_workspace_bytes(const BackwardWorkShape&) { refuse(); }
+int64_t backward_workspace_bytes(const BackwardWorkShape&, DType) { refuse(); }
 
 void backward(const BackwardParams&, const int32_t*, const BackwardWorkShape&) { refuse(); }
 

@@ -140,7 +140,7 @@ def as_rows(tensor: Tensor | Rows) -> Rows:
 
 def rows_at(address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Rows:
     """What `as_rows` would give for a tensor there; strides in elements."""
-    return Rows(data=address, dtype=_NATIVE_DTYPES[dtype], shape=shape, strides=strides)
+    return Rows(data=address, dtype=native_dtype(dtype), shape=shape, strides=strides)
 
 
 def written_by_kernel(tensor: Tensor) -> Tensor:
@@ -153,6 +153,11 @@ def written_by_kernel(tensor: Tensor) -> Tensor:
 def as_address(tensor: Tensor | None) -> int:
     """Where the elements lie, 0 for None; the caller keeps the tensor alive while it is used."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def native_dtype(dtype: torch.dtype) -> _kernels.DType:
+    """An element type as the kernels name it."""
+    return _NATIVE_DTYPES[dtype]
 
 
 def native_device(device: torch.device) -> _kernels.Device:

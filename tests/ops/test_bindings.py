@@ -127,6 +127,8 @@ def test_half_precision_is_refused_by_name(op: str, name: str, device: str) -> N
         ("backward", {"work_shape": [1] * 21}, "the work list was made for 1 rows, 1 keys, 1/1"),
         ("backward", {"workspace_bytes": 3}, "workspace holds 3 bytes, needs"),
         ("backward", {"dout": torch.zeros(OUT)}, "dout and q differ in dtype"),
+        ("backward", {"dk": torch.zeros(K).half(), "accumulates": False}, "dk and dv differ in"),
+        ("backward", {"dv": torch.zeros(V).bfloat16(), "accumulates": False}, "dv must be float32"),
         ("backward", {"dq": torch.zeros(NUM_ROWS, HEADS_Q, 200)[..., :DIM_QK]}, "dq must be cont"),
     ],
 )
