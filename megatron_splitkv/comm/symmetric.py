@@ -13,7 +13,6 @@ A rank that stalls holds back the streams of the others; after the timeout of th
 processes end.
 """
 
-import os
 import socket
 from collections.abc import Sequence
 from functools import lru_cache
@@ -32,6 +31,7 @@ from megatron_splitkv.comm.regions import Regions
 from megatron_splitkv.comm.stream_ops import (
     FLAG_BYTES,
     copy_bytes,
+    has_reached,
     wait_for_flag,
     write_flag,
 )
@@ -76,8 +76,13 @@ class SymmetricTransport:
         self._regions = Regions(FIRST_BYTES)
         self._buffers = self._mapped(FIRST_BYTES)
         self._retired: list[_Mapped] = []
+        # Number of the last collective that this rank received all of, where the host can read it.
+        self._finished = _host_word()
+        finished = self._finished.numpy()
         self._watchdog = Watchdog(
-            f"symmetric memory of rank {self.rank}", _timeout_s(group, self._device)
+            f"symmetric memory of rank {self.rank}",
+            _timeout_s(group, self._device),
+            lambda number: has_reached(int(finished[0]), number),
         )
 
     @property
@@ -139,8 +144,9 @@ class SymmetricTransport:
             wait_for_flag(stream, self._flag(self.rank, source), place.number)
             copy_bytes(stream, received.data_ptr() + targets[source], shown, coming[source])
             write_flag(stream, self._flag(source, self.size + self.rank), place.number)
+        write_flag(stream, self._finished.data_ptr(), place.number)
+        self._watchdog.watch(place.number)
         is_received = stream.record_event()
-        self._watchdog.watch(is_received)
         self._unawaited[place.number] = received
 
         def finish() -> Tensor:
@@ -300,19 +306,6 @@ def reason_against(group: ProcessGroup, device: torch.device) -> str | None:
     return f"ranks {cut_off} cannot read the memory of all the others' GPUs" if cut_off else None
 
 
-def is_preferred(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks had better read each other's memory than send it, the same on all of them.
-
-    Not with a single connection to the GPU, which Megatron asks for: there a wait for a peer may
-    hold back the attention that was launched behind it. All ranks of the group must call it
-    together.
-    """
-    has_one_connection = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    if any(_gathered(has_one_connection, group)):
-        return False
-    return reason_against(group, device) is None
-
-
 def _gathered[T](value: T, group: ProcessGroup) -> list[T]:
     """The value of every rank."""
     values: list[T | None] = [None] * group.size()
@@ -324,6 +317,11 @@ def _timeout_s(group: ProcessGroup, device: torch.device) -> float:
     """Of the collectives of a group."""
     backend = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
     return backend.options._timeout.total_seconds()  # pyright: ignore[reportPrivateUsage]
+
+
+def _host_word() -> Tensor:
+    """A zero that the GPU may write at the address that the host reads, `[1]` int32."""
+    return torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
 
 def _index(device: torch.device) -> int:
