@@ -134,8 +134,8 @@ class ModelTransport(SymmetricTransport):
     def _current_stream(self) -> Stream:
         return self._caller
 
-    def _at(self, place: symmetric._Place, num_bytes: int) -> Tensor:
-        rows = super()._at(place, num_bytes)
+    def _at(self, place: symmetric._Place, num_rows: int, row_bytes: int) -> Tensor:
+        rows, num_bytes = super()._at(place, num_rows, row_bytes), num_rows * row_bytes
         for stamp in (UNDEFINED, place.number):  # packing takes its time
 
             def run(host: Host, stamp: int = stamp) -> None:
