@@ -91,6 +91,10 @@ class SymmetricTransport:
         buffers = [*self._retired, self._buffers]
         return sum(buffer.of[self.rank].numel() for buffer in buffers)
 
+    def another(self) -> "SymmetricTransport":
+        """One for the same ranks, with buffers of its own; all ranks must call it together."""
+        return SymmetricTransport(self._group, self._device)
+
     def send_buffer(self, counts: Counts, row_bytes: int, device: torch.device) -> Tensor:
         """See `Transport.send_buffer`."""
         assert self._prepared is None, "the exchange of a send buffer must follow it"
