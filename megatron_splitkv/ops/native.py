@@ -73,24 +73,15 @@ def check_attention_inputs(
     Raises:
         ValueError: shapes, dtypes, devices or strides disagree.
     """
-    check_attention_tensors(q, k, v)
-    int32, intervals = (torch.int32,), (q.shape[0],)
-    check_tensor("kv_begin", kv_begin, shape=intervals, dtypes=int32, device=q.device)
-    check_tensor("kv_end", kv_end, shape=intervals, dtypes=int32, device=q.device)
-
-
-def check_attention_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Checks query rows, `[Tq, Hq, D]`, against keys `[Tk, Hkv, D]` and values `[Tk, Hkv, Dv]`.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or strides disagree.
-    """
     device = q.device
     check_tensor("q", q, shape=(-1, -1, -1), dtypes=INPUT_DTYPES, device=device)
-    _, num_heads_q, head_dim_qk = q.shape
+    num_rows, num_heads_q, head_dim_qk = q.shape
     check_tensor("k", k, shape=(-1, -1, head_dim_qk), dtypes=(q.dtype,), device=device)
     num_keys, num_heads_kv, _ = k.shape
     check_tensor("v", v, shape=(num_keys, num_heads_kv, -1), dtypes=(q.dtype,), device=device)
+    int32 = (torch.int32,)
+    check_tensor("kv_begin", kv_begin, shape=(num_rows,), dtypes=int32, device=device)
+    check_tensor("kv_end", kv_end, shape=(num_rows,), dtypes=int32, device=device)
     if num_heads_kv == 0 or num_heads_q % num_heads_kv != 0:
         raise ValueError(
             f"q has {num_heads_q} heads, needs a multiple of the {num_heads_kv} heads of k and v"

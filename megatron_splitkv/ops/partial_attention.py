@@ -81,32 +81,6 @@ def partial_attention(
     )
 
 
-def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_begin: Tensor,
-    kv_end: Tensor,
-    *,
-    softmax_scale: float,
-    out_dtype: torch.dtype,
-    work: WorkLists | None,
-) -> tuple[Tensor, Tensor]:
-    """`partial_attention` for callers that have checked the tensors."""
-    on_device = forward_work(q, k, v, work) if q.is_cuda else None
-    return _forward(
-        q,
-        k,
-        v,
-        kv_begin,
-        kv_end,
-        softmax_scale=softmax_scale,
-        out_dtype=out_dtype,
-        work=None if on_device is None else on_device.items,
-        work_shape=() if on_device is None else on_device.shape,
-    )
-
-
 def partial_attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -180,42 +154,6 @@ def partial_attention_backward(
     check_no_grad("partial_attention_backward", dout=dout, q=q, k=k, v=v)
     on_device = backward_work(q, k, v, work) if q.is_cuda else None
     return torch.ops.megatron_splitkv.partial_attention_backward.default(
-        dout,
-        q,
-        k,
-        v,
-        lse,
-        delta,
-        kv_begin,
-        kv_end,
-        dk,
-        dv,
-        softmax_scale=softmax_scale,
-        accumulate=accumulate,
-        work=None if on_device is None else on_device.items,
-        work_shape=() if on_device is None else on_device.shape,
-    )
-
-
-def run_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    kv_begin: Tensor,
-    kv_end: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *,
-    softmax_scale: float,
-    accumulate: bool,
-    work: WorkLists | None,
-) -> Tensor:
-    """`partial_attention_backward` for callers that have checked the tensors."""
-    on_device = backward_work(q, k, v, work) if q.is_cuda else None
-    return _backward(
         dout,
         q,
         k,

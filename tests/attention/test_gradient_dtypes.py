@@ -7,7 +7,7 @@ import torch
 
 from megatron_splitkv import attention
 from megatron_splitkv.config import SplitKVConfig
-from megatron_splitkv.ops.partial_attention import run_backward
+from megatron_splitkv.ops import partial_attention_backward
 from megatron_splitkv.plan import Anchors, Causal, Suffix, make_plan
 from tests.ranks import Heads, assert_outputs, dense, random_inputs, run_simulated
 
@@ -39,9 +39,9 @@ def test_only_sums_over_calls_are_fp32(cp_size, queries, calls, dtype):
         dk, dv = args[8:]
         assert dk.dtype == dv.dtype
         seen.add((names[dk.dtype], accumulate))
-        return run_backward(*args, accumulate=accumulate, **options)
+        return partial_attention_backward(*args, accumulate=accumulate, **options)
 
-    with mock.patch.object(attention, "run_backward", spy):
+    with mock.patch.object(attention, "partial_attention_backward", spy):
         found = run_simulated(plan, inputs, SplitKVConfig(num_stages=1))
     assert seen == calls
     assert_outputs(found, dense(plan, inputs), dtype)

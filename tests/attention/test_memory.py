@@ -1,11 +1,9 @@
 """Buffers are those of one stage: what is alive beside the inputs, by hand and by growth."""
 
-from importlib import import_module
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_splitkv.comm import ThreadGroup
 from megatron_splitkv.config import SplitKVConfig
@@ -15,19 +13,6 @@ from tests.ranks import Heads, RankCall, random_inputs
 
 HEADS = Heads(q=8, kv=2, dim_qk=32, dim_v=32)
 LENGTH = 1024
-
-
-@pytest.fixture(autouse=True)
-def unseen_scratch(monkeypatch):
-    """What the CPU kernels compute in grows with threads, not with rows: it is not counted."""
-    module = import_module("megatron_splitkv.ops.partial_attention")
-    workspace = module._workspace
-
-    def unseen(*args, **options):
-        with _disable_current_modes():
-            return workspace(*args, **options)
-
-    monkeypatch.setattr(module, "_workspace", unseen)
 
 
 def peaks(cp_size: int, num_stages: int | None, **options: object) -> tuple[float, float]:
