@@ -131,16 +131,14 @@ def refusal(op: str, tensor: Tensor) -> UnsupportedError:
 Rows = _kernels.Rows
 
 
-def as_rows(tensor: Tensor | Rows) -> Rows:
-    """A `[rows, heads, dim]` or `[rows, heads]` tensor as the kernels see it: its address."""
-    if isinstance(tensor, Rows):
-        return tensor
-    return rows_at(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+def rows_at(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Rows:
+    """A `[rows, heads, dim]` or `[rows, heads]` tensor as the kernels see it; strides in elements.
 
-
-def rows_at(address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Rows:
-    """What `as_rows` would give for a tensor there; strides in elements."""
-    return Rows(data=address, dtype=native_dtype(dtype), shape=shape, strides=strides)
+    The native functions take it in place of a tensor. It holds an address alone.
+    """
+    return Rows(address, native_dtype(dtype), shape, strides)
 
 
 def written_by_kernel(tensor: Tensor) -> Tensor:

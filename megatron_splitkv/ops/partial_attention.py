@@ -15,7 +15,6 @@ from megatron_splitkv.ops.cuda import backward_work, forward_work
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     as_address,
-    as_rows,
     check_attention_inputs,
     check_no_grad,
     check_tensor,
@@ -211,13 +210,13 @@ def _forward(
     out, lse = _empty_outputs(q, k, v, out_dtype=out_dtype)
     workspace = _workspace(_kernels.forward_workspace_bytes, q, v, work_shape)
     _kernels.forward(
-        q=as_rows(q),
-        k=as_rows(k),
-        v=as_rows(v),
+        q=q,
+        k=k,
+        v=v,
         kv_begin=kv_begin.data_ptr(),
         kv_end=kv_end.data_ptr(),
-        out=as_rows(out),
-        lse=as_rows(lse),
+        out=out,
+        lse=lse,
         softmax_scale=softmax_scale,
         work=as_address(work),
         work_shape=work_shape,
@@ -253,17 +252,17 @@ def _backward(
         _kernels.backward_workspace_bytes, q, v, work_shape, gradient_dtype=native_dtype(dk.dtype)
     )
     _kernels.backward(
-        dout=as_rows(dout),
-        q=as_rows(q),
-        k=as_rows(k),
-        v=as_rows(v),
-        lse=as_rows(lse),
-        delta=as_rows(delta),
+        dout=dout,
+        q=q,
+        k=k,
+        v=v,
+        lse=lse,
+        delta=delta,
         kv_begin=kv_begin.data_ptr(),
         kv_end=kv_end.data_ptr(),
-        dq=as_rows(dq),
-        dk=as_rows(dk_sum),
-        dv=as_rows(dv_sum),
+        dq=dq,
+        dk=dk_sum,
+        dv=dv_sum,
         accumulates=accumulate or not q.is_cuda,
         softmax_scale=softmax_scale,
         work=as_address(work),
