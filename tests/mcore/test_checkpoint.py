@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_splitkv.config import SplitKVConfig
 from tests.gloo import run_gloo
 from tests.mcore.jobs import Result, train
-from tests.mcore.test_library import build_model, megatron_groups
+from tests.mcore.toy_model import build_model, megatron_groups
 
 PACKED = "--dataloader-inter-document-masking"
 DISTRIBUTED = "--ckpt-format torch_dist --softmax-type learnable --override-opt-param-scheduler"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_splitkv.config import SplitKVConfig
 from tests.gloo import run_gloo
-from tests.mcore.test_library import (
+from tests.mcore.toy_model import (
     LENGTH,
     build_model,
     make_batch,

@@ -5,8 +5,6 @@ Two real gloo ranks hold the model; the reference is the stock model on one rank
 """
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -18,87 +16,16 @@ from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.plan import Plan, Window
 from tests.gloo import run_gloo
 from tests.mcore.jobs import ROOT
+from tests.mcore.toy_model import (
+    LENGTH,
+    build_model,
+    gradients_of,
+    loss_of,
+    make_batch,
+    megatron_groups,
+    packed_params,
+)
 from tests.tolerances import FP32
-
-VOCABULARY, LENGTH, BATCH = 64, 48, 2
-
-
-@contextmanager
-def megatron_groups() -> Iterator[tuple[object, object]]:
-    """CPU mode and Megatron's groups; yields collections of all ranks as cp, and of one rank."""
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    from megatron_splitkv.mcore import cpu_mode
-
-    cpu_mode.install()
-    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    try:
-        whole = ProcessGroupCollection.use_mpu_process_groups()
-        alone = ProcessGroupCollection.use_mpu_process_groups()
-        alone.cp = whole.tp  # a group of this rank only
-        yield whole, alone
-    finally:
-        parallel_state.destroy_model_parallel()
-        cpu_mode.uninstall()
-
-
-def build_model(groups, book=None, *, wraps_rotary=True, **settings):
-    """A toy GPT with the stock attention, or with Split-KV if it gets a book."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_splitkv.mcore.rotary import wrap_rotary
-    from megatron_splitkv.mcore.spec import apply_to_spec
-
-    torch.manual_seed(5)
-    model_parallel_cuda_manual_seed(5, inference_rng_tracker=True, force_reset_rng=True)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
-        attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=True,
-        normalization="RMSNorm", context_parallel_size=1 if book is None else dist.get_world_size(),
-        **settings,
-    )  # fmt: skip
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    model = GPTModel(
-        config,
-        spec if book is None else apply_to_spec(spec, book),
-        vocab_size=VOCABULARY,
-        max_sequence_length=LENGTH,
-        position_embedding_type="rope",
-        pg_collection=groups,
-    )
-    if book is not None and wraps_rotary:
-        wrap_rotary(model, book)
-    return model
-
-
-def make_batch(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
-    return {
-        "tokens": tokens[:, :-1].contiguous(),
-        "labels": tokens[:, 1:].contiguous(),
-        "loss_mask": (torch.rand(BATCH, LENGTH, generator=generator) < 0.8).float(),
-        "position_ids": torch.arange(LENGTH).expand(BATCH, -1).contiguous(),
-    }
-
-
-def loss_of(model: torch.nn.Module, batch: dict[str, Tensor], packed=None) -> Tensor:
-    losses = model(
-        batch["tokens"], batch["position_ids"], None, labels=batch["labels"],
-        packed_seq_params=packed,
-    )  # fmt: skip
-    return (losses * batch["loss_mask"]).sum()
-
-
-def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Gradients, taken out of the model."""
-    taken = {name: weight.grad for name, weight in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    return taken
 
 
 def check_model_against_stock(settings: dict) -> None:
@@ -135,16 +62,6 @@ def test_hand_built_model_equals_the_stock_one(settings: dict) -> None:
     run_gloo(2, check_model_against_stock, settings)
 
 
-def packed_params(ends: Tensor):
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    longest = int((ends[1:] - ends[:-1]).max())
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )  # fmt: skip
-
-
 def check_packed_model(lengths: list[int]) -> None:
     """Packed documents of one sequence equal the stock model on each document alone."""
     from megatron_splitkv.mcore.batch import shard_batch
@@ -177,42 +94,6 @@ def check_packed_model(lengths: list[int]) -> None:
 @pytest.mark.parametrize("lengths", [[48], [30, 0, 1, 17], [1] * 48], ids=str)
 def test_packed_documents_equal_the_stock_model_on_each_alone(lengths: list[int]) -> None:
     run_gloo(2, check_packed_model, lengths)
-
-
-def check_kept_memory() -> None:
-    """Beside what attention keeps for backward there is nothing in the memory that it keeps."""
-    from megatron_splitkv.mcore.batch import shard_batch
-    from megatron_splitkv.mcore.plans import PlanBook
-
-    with megatron_groups() as (whole, _):
-        book = PlanBook(SplitKVConfig())
-        model = build_model(whole, book)
-        batch = {key: tensor[:1] for key, tensor in make_batch(1).items()}
-        saved: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
-        ):
-            loss_of(model, shard_batch(batch, whole.cp, book))
-        shapes = {(LENGTH // 2, heads, 8) for heads in (2, 4)}
-        kept = [tensor for tensor in saved if tuple(tensor.shape) in shapes]
-        assert len(kept) == 2 * 4, "q, k, v and out of two layers"
-        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in kept)
-
-
-def test_keys_and_values_do_not_keep_the_fused_projection() -> None:
-    run_gloo(2, check_kept_memory)
-
-
-def test_tensors_that_fill_their_memory_together_stay_as_they_are() -> None:
-    from megatron_splitkv.mcore.module import without_company
-
-    fused = torch.randn(6, 12, 8)
-    together = fused.split([4, 4, 4], dim=1)
-    assert all(a is b for a, b in zip(without_company(*together), together, strict=True))
-    got = without_company(*together[1:])
-    for copy, tensor in zip(got, together[1:], strict=True):
-        assert copy.untyped_storage().nbytes() == tensor.nbytes
-        assert torch.equal(copy, tensor)
 
 
 def check_refusals() -> None:
