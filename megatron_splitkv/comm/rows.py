@@ -55,12 +55,13 @@ class RowFormat:
             into = empty_rows(
                 len(tensors[0] if rows is None else rows), self.row_bytes, tensors[0].device
             )
-        inside = _inside(self)
         sources = [
-            _with_dense_rows(tensor.to(dtype))
-            for tensor, (_, dtype) in zip(tensors, self.fields, strict=True)
+            tensor.to(dtype) for tensor, (_, dtype) in zip(tensors, self.fields, strict=True)
         ]
-        run_pack(into, sources, inside.begins, rows)
+        if not all(map(has_dense_rows, sources)):  # as in a view into a fused projection
+            everything = slice(None) if rows is None else rows
+            sources, rows = [source[everything].contiguous() for source in sources], None
+        run_pack(into, sources, _inside(self).begins, rows)
         return into
 
     def cleared(self, packed: Tensor) -> Tensor:
@@ -129,10 +130,6 @@ def _inside(row_format: RowFormat) -> _Inside:
 def _strides(shape: tuple[int, ...], row_stride: int) -> tuple[int, ...]:
     """Of dense elements `shape` in rows that far apart."""
     return row_stride, *(prod(shape[dim:]) for dim in range(1, len(shape) + 1))
-
-
-def _with_dense_rows(tensor: Tensor) -> Tensor:
-    return tensor if has_dense_rows(tensor) else tensor.contiguous()
 
 
 def gather_rows(

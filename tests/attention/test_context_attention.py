@@ -130,12 +130,29 @@ def test_keys_after_the_last_anchor_get_no_gradient():
 @pytest.mark.parametrize("options", [{}, {"keep_queries": True, "partial_dtype": "fp16"}], ids=str)
 @pytest.mark.parametrize("queries", [EDGES, Suffix(9), Causal(), Window(7)], ids=str)
 @pytest.mark.parametrize("cp_size", [2, 3])
-def test_own_rows_are_done_with_those_of_the_others(cp_size, queries, options):
+@pytest.mark.parametrize("has_sink", [True, False], ids=["sink", "plain"])
+def test_own_rows_are_done_with_those_of_the_others(has_sink, cp_size, queries, options):
     plan = make_plan(DOCS, cp_size, queries=queries, block_size=4)
-    inputs = random_inputs(plan, Heads(), torch.bfloat16, has_sink=True, has_dlse=True)
+    inputs = random_inputs(plan, Heads(), torch.bfloat16, has_sink=has_sink, has_dlse=True)
     with mock.patch.object(exchange, "JOINT_KEYS_PER_ROW", 0):
         got = run_simulated(plan, inputs, SplitKVConfig(**options))
     assert_outputs(got, dense(plan, inputs), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_see_nothing_are_written_by_the_only_stage(dtype, monkeypatch):
+    """Pads; memory for results is full of NaN before."""
+    plan = make_plan([3, 9], 2, queries=Causal(), padded_lens=[8, 16], block_size=4)
+    inputs = random_inputs(plan, Heads(), dtype)
+    monkeypatch.setattr(exchange, "JOINT_KEYS_PER_ROW", 0)
+    torch.use_deterministic_algorithms(True)  # which fills memory that is not written
+    try:
+        got = run_simulated(plan, inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_outputs(got, dense(plan, inputs), dtype)
+    assert (got.out[3:8] == 0).all() and (got.lse[3:8] == -torch.inf).all()
+    assert (got.dq[3:8] == 0).all()
 
 
 def test_few_rows_are_one_exchange_each_way():

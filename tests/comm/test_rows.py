@@ -91,6 +91,10 @@ def test_packing_takes_views():
     row_format = RowFormat(((q.shape[1:], q.dtype),))
     (back,) = row_format.unpack(row_format.pack([q]))
     assert torch.equal(back, q)
+    rows, lse = torch.tensor([5, 0, 5]), torch.randn(6, 4)
+    both = RowFormat((*row_format.fields, (lse.shape[1:], lse.dtype)))
+    back, beside = both.unpack(both.pack([q, lse], rows))
+    assert torch.equal(back, q[rows]) and torch.equal(beside, lse[rows])
 
 
 # Gather and return through the exchange tables.
