@@ -67,6 +67,7 @@ def attend(
     *,
     softmax_scale: float,
     dout: Tensor | None = None,
+    device: torch.device | str = "cpu",
 ) -> Oracle:
     """Dense attention, one query head at a time, so memory is that of one `[Tq, Tk]` matrix.
 
@@ -77,8 +78,9 @@ def attend(
         mask: bool `[Tq, Tk]`, True where the row sees the key.
         softmax_scale: factor of the logits.
         dout: gradient of out, `[Tq, Hq, Dv]`, or None for the forward alone.
+        device: where to compute, and where the results are.
     """
-    mask = mask.cpu()
+    mask = mask.to(device)
     row_sees, key_seen = mask.any(dim=1), mask.any(dim=0)
     q, k, v = _clear(q, row_sees), _clear(k, key_seen), _clear(v, key_seen)
     num_rows, num_heads_q, _ = q.shape
@@ -103,7 +105,8 @@ def attend(
 
 
 def _clear(tensor: Tensor, is_used: Tensor) -> Tensor:
-    return tensor.detach().cpu().double().masked_fill(~is_used[:, None, None], 0.0)
+    values = tensor.detach().to(is_used.device, torch.float64)
+    return values.masked_fill(~is_used[:, None, None], 0.0)
 
 
 def _attend_head(
@@ -120,7 +123,7 @@ def _attend_head(
 
 def assert_matches(name: str, got: Tensor, expected: Tensor, tolerance: Tolerance) -> None:
     """Compares a tensor to the oracle: positions of NaN and infinity, rel-L2, and worst row."""
-    got, expected = got.detach().cpu().double(), expected.detach().cpu().double()
+    got, expected = got.detach().double(), expected.detach().to(got.device, torch.float64)
     assert got.shape == expected.shape, f"{name}: shape {got.shape}, expected {expected.shape}"
     for kind, test in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
         differs = int((test(got) != test(expected)).sum())

@@ -1,11 +1,15 @@
 """Every test of this folder runs with `torch.empty` filled with NaN, also inside the ops."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import megatron_splitkv._kernels as _kernels
+
+# What torch's deterministic mode, which fills `torch.empty`, asks of fp64 products on a GPU.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(autouse=True)

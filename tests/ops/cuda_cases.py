@@ -87,16 +87,19 @@ def backward(
 
 
 def oracle_with_gradients(case: Case) -> Oracle:
-    """The fp64 result."""
+    """The fp64 result, on the GPU."""
     mask = mask_from_intervals(case.kv_begin.cpu(), case.kv_end.cpu(), len(case.k))
-    return attend(case.q, case.k, case.v, mask, softmax_scale=case.softmax_scale, dout=case.dout)
+    return attend(
+        case.q, case.k, case.v, mask, softmax_scale=case.softmax_scale, dout=case.dout,
+        device="cuda",
+    )  # fmt: skip
 
 
 def softmax_of(case: Case, oracle: Oracle) -> tuple[Tensor, Tensor]:
     """lse and delta as the backward takes them, delta NaN in rows that see no key."""
-    delta = (case.dout.cpu().double() * oracle.out).sum(dim=-1)
+    delta = (case.dout.double() * oracle.out).sum(dim=-1)
     is_empty = oracle.lse == -torch.inf
-    return oracle.lse.float().cuda(), delta.masked_fill(is_empty, torch.nan).float().cuda()
+    return oracle.lse.float(), delta.masked_fill(is_empty, torch.nan).float()
 
 
 def check_rounding(
@@ -112,13 +115,19 @@ def check_rounding(
     dq = backward(case, lse, delta, *rounded, **mode)
     tolerance = tolerances.CUDA_BACKWARD_BY_DTYPE[case.q.dtype]
     assert_matches("dq", dq, oracle.dq, tolerance)
-    is_unseen = ~mask_from_intervals(case.kv_begin, case.kv_end, len(case.k)).any(dim=0)
+    is_unseen = _unseen_keys(case)
     expected = {"dk": oracle.dk, "dv": oracle.dv}
     for (name, want), full, got in zip(expected.items(), exact, rounded, strict=True):
         assert_matches(name, full, want, tolerance)
         assert_matches(f"rounded {name}", got, want, tolerance)
         assert torch.equal(got, full.to(got.dtype)), f"{name} is not rounded to nearest"
-        assert (got.cpu()[is_unseen] == 0).all(), f"{name} of an unseen key is not zero"
+        assert (got[is_unseen] == 0).all(), f"{name} of an unseen key is not zero"
+
+
+def _unseen_keys(case: Case) -> Tensor:
+    """Bool `[Tk]`, on the GPU."""
+    mask = mask_from_intervals(case.kv_begin, case.kv_end, len(case.k))
+    return ~mask.any(dim=0).cuda()
 
 
 def check_backward(case: Case, *, is_deterministic: bool = False) -> None:
@@ -132,9 +141,9 @@ def check_backward(case: Case, *, is_deterministic: bool = False) -> None:
     dk = torch.ones(case.k.shape, device="cuda")
     dv = torch.full(case.v.shape, -2.0, device="cuda")
     dq = backward(case, lse, delta, dk, dv, is_deterministic=is_deterministic)
-    is_unseen = ~mask_from_intervals(case.kv_begin, case.kv_end, len(case.k)).any(dim=0)
-    assert (dk.cpu()[is_unseen] == 1.0).all(), "dk of an unseen key was touched"
-    assert (dv.cpu()[is_unseen] == -2.0).all(), "dv of an unseen key was touched"
+    is_unseen = _unseen_keys(case)
+    assert (dk[is_unseen] == 1.0).all(), "dk of an unseen key was touched"
+    assert (dv[is_unseen] == -2.0).all(), "dv of an unseen key was touched"
     tolerance = tolerances.CUDA_BACKWARD_BY_DTYPE[case.q.dtype]
     assert_matches("dq", dq, oracle.dq, tolerance)
     assert_matches("dk", dk.double() - 1.0, oracle.dk, tolerance)
@@ -143,9 +152,9 @@ def check_backward(case: Case, *, is_deterministic: bool = False) -> None:
 
 
 def oracle_of(case: Case) -> Oracle:
-    """The fp64 result, without gradients."""
+    """The fp64 result on the GPU, without gradients."""
     mask = mask_from_intervals(case.kv_begin.cpu(), case.kv_end.cpu(), len(case.k))
-    return attend(case.q, case.k, case.v, mask, softmax_scale=case.softmax_scale)
+    return attend(case.q, case.k, case.v, mask, softmax_scale=case.softmax_scale, device="cuda")
 
 
 def check_forward(case: Case, out_dtype: torch.dtype = torch.float32) -> None:

@@ -111,14 +111,6 @@ SPLITKV_DEVICE void cp_async_bulk_load(uint32_t target, const void* source, uint
         : "memory");
 }
 
-// target[i] += source[i], fp32, both sides aligned to 16; the order of adds is not fixed.
-SPLITKV_DEVICE void cp_reduce_async_bulk_add_f32(float* target, uint32_t source, uint32_t bytes) {
-    asm volatile(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
-        "r"(source), "r"(bytes)
-        : "memory");
-}
-
 // Adds the box of fp32 values in shared memory to a rank-3 map at {column, head, row}; what lies
 // outside the tensor is dropped. The order of adds is not fixed.
 SPLITKV_DEVICE void cp_reduce_async_bulk_tensor_3d_add(const CUtensorMap* map, uint32_t source,
@@ -264,13 +256,6 @@ SPLITKV_DEVICE void stmatrix_x4_trans(uint32_t target, const uint32_t (&r)[4]) {
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(target),
         "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
         : "memory");
-}
-
-// target[0..3] += values, fp32; the order of adds is not fixed, 9.7.13.14.
-SPLITKV_DEVICE void red_add_v4_f32(float* target, float a, float b, float c, float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(a),
-                 "f"(b), "f"(c), "f"(d)
-                 : "memory");
 }
 
 // ---- wgmma, 9.7.15.7 ----
