@@ -82,10 +82,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Compute between two points of a rank's program, milliseconds."""
+    """Compute between two points of a rank's program, milliseconds.
+
+    Attributes:
+        kernel_ms: partial attention or its backward.
+        other_ms: all else.
+        rows: query rows that the kernels took.
+    """
 
     kernel_ms: float
     other_ms: float
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +128,7 @@ class Recorder(TorchDispatchMode):
         self._device = device
         self._kind = OTHERS
         self.num_calls = 0
-        self._marks: list[tuple[Any, str | Start | Wait]] = []
+        self._marks: list[tuple[Any, str | int | Start | Wait]] = []
 
     def __torch_dispatch__(
         self,
@@ -130,12 +137,16 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Runs one torch call; a change between kernels and the rest is a mark."""
+        """Runs one torch call; where kernels begin and end is a mark."""
         self.num_calls += 1
-        is_kernel = func.name().partition(".")[0] in _KERNEL_NAMES
-        if self._kind != MADE_UP:
-            self.become(KERNELS if is_kernel else OTHERS)
-        return func(*args, **(kwargs or {}))
+        is_kernel = func.name().partition(".")[0] in _KERNEL_NAMES and self._kind != MADE_UP
+        if is_kernel:
+            self.become(KERNELS)
+            self._marks.append((self._marks[-1][0], len(args[0])))  # `[rows, heads, dim]` in both
+        result = func(*args, **(kwargs or {}))
+        if is_kernel:
+            self.become(OTHERS)
+        return result
 
     def become(self, kind: str) -> None:
         """From here on, work is of that kind."""
@@ -167,16 +178,20 @@ class Recorder(TorchDispatchMode):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         found: Trace = []
-        kind = OTHERS
+        kind, rows = OTHERS, 0
         times = {KERNELS: 0.0, OTHERS: 0.0, MADE_UP: 0.0}
 
         def close() -> None:
-            found.append(Work(kernel_ms=times[KERNELS], other_ms=times[OTHERS]))
+            nonlocal rows
+            found.append(Work(kernel_ms=times[KERNELS], other_ms=times[OTHERS], rows=rows))
             times.update(dict.fromkeys(times, 0.0))
+            rows = 0
 
         for (at, what), (until, _) in zip(self._marks, self._marks[1:], strict=False):
             if isinstance(what, str):
                 kind = what
+            elif isinstance(what, int):
+                rows += what
             else:
                 close()
                 found.append(what)
@@ -343,6 +358,7 @@ def median_trace(traces: Sequence[Trace]) -> Trace:
                 Work(
                     kernel_ms=statistics.median(work.kernel_ms for work in works),
                     other_ms=statistics.median(work.other_ms for work in works),
+                    rows=works[0].rows,
                 )
             )
         else:
