@@ -17,11 +17,8 @@ class Rows:
         *,
         data: int,
         dtype: DType,
-        rows: int,
-        heads: int,
-        dim: int,
-        row_stride: int,
-        head_stride: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
     ) -> None: ...
 
 class Launch:
@@ -51,6 +48,7 @@ def backward_workspace_bytes(
     head_dim_v: int,
     num_threads: int,
     work_shape: Sequence[int],
+    gradient_dtype: DType,
 ) -> int: ...
 def forward(
     *,
@@ -95,6 +93,7 @@ def merge(
     part_ptr: int,
     part_slots: int,
     num_slots: int,
+    accumulates: bool,
     launch: Launch,
 ) -> None: ...
 def add(
@@ -105,9 +104,31 @@ def add(
     part_ptr: int,
     part_slots: int,
     num_slots: int,
+    accumulates: bool,
     launch: Launch,
 ) -> None: ...
-def encode(*, values: Rows, encoded: Rows, scale: Rows, launch: Launch) -> None: ...
+def encode(
+    *,
+    values: Rows,
+    encoded: Rows,
+    scale: Rows,
+    lse: Rows | None,
+    sent_lse: Rows | None,
+    launch: Launch,
+) -> None: ...
+def pack(
+    *,
+    packed: int,
+    num_rows: int,
+    row_bytes: int,
+    index: int,
+    num_source_rows: int,
+    sources: Sequence[int],
+    row_strides: Sequence[int],
+    begins: Sequence[int],
+    ends: Sequence[int],
+    launch: Launch,
+) -> None: ...
 def cpu_isas() -> str: ...
 def current_cpu_isa() -> str: ...
 def force_cpu_isa(name: str) -> None: ...

@@ -20,10 +20,11 @@ from torch import Tensor
 from megatron_splitkv.comm import RowFormat, Transport
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import ExchangeStage, KeyIntervals, ShardLayout
-from megatron_splitkv.ops.add import add_partials_
-from megatron_splitkv.ops.delta import attention_delta
-from megatron_splitkv.ops.merge import merge_partials_
-from megatron_splitkv.ops.partial_attention import partial_attention, partial_attention_backward
+from megatron_splitkv.ops.add import run_add
+from megatron_splitkv.ops.delta import run_delta
+from megatron_splitkv.ops.merge import run_merge
+from megatron_splitkv.ops.native import check_attention_tensors
+from megatron_splitkv.ops.partial_attention import run_backward, run_forward
 from megatron_splitkv.ops.work_lists import WorkLists
 from megatron_splitkv.stages import run_stages
 from megatron_splitkv.wire import PartialFormat
@@ -118,7 +119,7 @@ def splitkv_attention(
 def _check_tensors(
     q: Tensor, k: Tensor, v: Tensor, layout: ShardLayout, block_kv: tuple[Tensor, Tensor] | None
 ) -> None:
-    query_rows, kv_rows = layout.num_query_rows, layout.num_kv_rows
+    query_rows, kv_rows, device = layout.num_query_rows, layout.num_kv_rows, layout.kv_index.device
     for name, tensor, rows in (("q", q, query_rows), ("k", k, kv_rows), ("v", v, kv_rows)):
         if tensor.dim() != 3 or len(tensor) != rows:
             raise ValueError(
@@ -130,11 +131,17 @@ def _check_tensors(
                 f"{name} has dtype {tensor.dtype}, needs that of q: float32, bfloat16 or float16; "
                 f"convert it with {name}.to(...)"
             )
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, needs {device}, where the layout is; move one of "
+                "them with .to(...)"
+            )
     if (block_kv is None) != (layout.block is None):
         raise ValueError(
             "block_kv must be given exactly when the layout has anchors "
             f"(anchors: {layout.block is not None}, block_kv: {block_kv is not None})"
         )
+    check_attention_tensors(q, k, v)
     for name, block, context in zip("kv", block_kv or (), (k, v), strict=False):
         needed = (query_rows, *context.shape[1:])
         if block.shape != needed:
@@ -142,6 +149,8 @@ def _check_tensors(
                 f"block_kv: {name} has shape {tuple(block.shape)}, needs {needed}: one row for "
                 f"each own query row, with the heads and dim of {name}"
             )
+    if block_kv is not None:
+        check_attention_tensors(q, *block_kv)
 
 
 class _Call(NamedTuple):
@@ -176,11 +185,11 @@ class _SplitKVAttention(torch.autograd.Function):
         layout = call.layout
         q = _clear_padding(q, layout.query_padding)
         k, v = (_clear_padding(tensor, layout.kv_padding) for tensor in (k, v))
-        # Rounded at once where nothing is left to be merged.
-        is_alone = not layout.stages and block_k is None and sink is None
-        own_dtype = q.dtype if is_alone else torch.float32
+        # Rounded at once where all of a row comes from one call.
+        is_once = block_k is None and sink is None and not (layout.own and layout.stages)
+        out_dtype = q.dtype if is_once else torch.float32
         keys, block = _KeysValues(k, v), _paired(block_k, block_v)
-        out, lse, kept_queries = _forward(q, keys, block, call, own_dtype)
+        out, lse, kept_queries = _forward(q, keys, block, call, out_dtype)
         if sink is not None:
             _merge_sink(out, lse, sink)
         out = out.to(q.dtype)
@@ -201,7 +210,7 @@ class _SplitKVAttention(torch.autograd.Function):
         padding = ctx.call.layout.query_padding
         # `out.sum()` gives one expanded number, and kernels need dense rows.
         dout = torch.zeros_like(out) if dout is None else _clear_padding(dout, padding).contiguous()
-        delta = attention_delta(dout, out)
+        delta = run_delta(dout, out)
         if dlse is not None:
             delta -= _clear_padding(dlse, padding)
         rows = _BackwardRows(dout=dout, q=q, lse=lse, delta=delta)
@@ -217,8 +226,10 @@ class _KeysValues(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def empty_gradients(self) -> "_KeysValues":
-        return _KeysValues(*(torch.empty_like(x, dtype=torch.float32) for x in self))
+    def empty_gradients(self, *, num_calls: int) -> "_KeysValues":
+        """What so many calls write: summed in fp32, or rounded by the only one."""
+        dtype = torch.float32 if num_calls > 1 else self.k.dtype
+        return _KeysValues(*(torch.empty_like(x, dtype=dtype) for x in self))
 
     def to(self, dtype: torch.dtype) -> "_KeysValues":
         return _KeysValues(self.k.to(dtype), self.v.to(dtype))
@@ -239,7 +250,7 @@ class _BackwardRows:
 
 
 def _forward(
-    q: Tensor, keys: _KeysValues, block: _KeysValues | None, call: _Call, own_dtype: torch.dtype
+    q: Tensor, keys: _KeysValues, block: _KeysValues | None, call: _Call, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns merged out `[rows, Hq, Dv]`, lse, and gathered queries that are to be kept."""
     layout = call.layout
@@ -250,21 +261,21 @@ def _forward(
     def attend(
         rows: Tensor, to: _KeysValues, seen: KeyIntervals, out_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        return partial_attention(
+        return run_forward(
             rows, to.k, to.v, seen.begin, seen.end, out_dtype=out_dtype,
             softmax_scale=call.softmax_scale, work=call.context.work_on(seen),
         )  # fmt: skip
 
     def attend_own() -> tuple[Tensor, Tensor]:
-        if layout.own is None:
-            merged = _nothing_seen(q, keys.v.shape[2])
-        else:
-            merged = attend(q, keys, layout.own, own_dtype)
-        if block is not None and layout.block is not None:
-            each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-            of_block = attend(q, block, layout.block, torch.float32)
-            merge_partials_(*merged, *of_block, each, each[:-1])
-        return merged
+        own = None if layout.own is None else attend(q, keys, layout.own, out_dtype)
+        if block is None or layout.block is None:
+            return own or _unwritten(q, keys.v.shape[2], out_dtype)
+        of_block = attend(q, block, layout.block, out_dtype)
+        if own is None:
+            return of_block
+        each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        run_merge(*own, *of_block, each, each[:-1])
+        return own
 
     def attend_gathered(stage: ExchangeStage, packed: Tensor) -> tuple[Tensor, Tensor]:
         (rows,) = query_format.unpack(packed)
@@ -277,9 +288,9 @@ def _forward(
         assert part.lse is not None, "outputs travel with their lse"
         rows = slice(*stage.returned)
         out, lse = merged
-        merge_partials_(
+        run_merge(
             out[rows], lse[rows], part.values, part.lse, stage.return_ptr, stage.return_slots,
-            part.scale,
+            part.scale, accumulate=layout.has_own_part,
         )  # fmt: skip
 
     (out, lse), finish = run_stages(
@@ -301,8 +312,9 @@ def _backward(
     the dtype of the inputs.
     """
     layout = call.layout
-    dkeys = keys.empty_gradients()  # written by the first rows, then added to
-    dblock = None if block is None else block.empty_gradients()
+    num_calls = len(layout.stages) + (layout.own is not None)
+    dkeys = keys.empty_gradients(num_calls=num_calls)  # written by the first rows, then added to
+    dblock = None if block is None else block.empty_gradients(num_calls=1)
     sent = [rows.dout, rows.lse, rows.delta] + ([] if kept_queries else [rows.q])
     sent_format = RowFormat(tuple((tensor.shape[1:], tensor.dtype) for tensor in sent))
     dq_format = call.partial_format(rows.q, rows.q.shape[2], has_lse=False)
@@ -316,20 +328,19 @@ def _backward(
         *,
         accumulate: bool,
     ) -> Tensor:
-        return partial_attention_backward(
+        return run_backward(
             part.dout, part.q, to.k, to.v, part.lse, part.delta, seen.begin, seen.end, *gradients,
             softmax_scale=call.softmax_scale, accumulate=accumulate,
             work=call.context.work_on(seen),
         )  # fmt: skip
 
     def attend_own() -> Tensor:
-        if layout.own is None:
-            dq = torch.zeros_like(rows.q, dtype=torch.float32)
-        else:
-            dq = attend(rows, keys, layout.own, dkeys, accumulate=False)
-        if block is not None and dblock is not None and layout.block is not None:
-            dq.add_(attend(rows, block, layout.block, dblock, accumulate=False))
-        return dq
+        seen = layout.own
+        own = None if seen is None else attend(rows, keys, seen, dkeys, accumulate=False)
+        if block is None or dblock is None or layout.block is None:
+            return torch.empty_like(rows.q) if own is None else own
+        of_block = attend(rows, block, layout.block, dblock, accumulate=False)
+        return of_block if own is None else own.add_(of_block)
 
     def attend_gathered(stage: ExchangeStage, packed: Tensor) -> tuple[Tensor]:
         dout, lse, delta, *queries = sent_format.unpack(packed)
@@ -340,7 +351,10 @@ def _backward(
 
     def add(dq: Tensor, stage: ExchangeStage, packed: Tensor) -> None:
         part, rows = dq_format.unpack(packed), slice(*stage.returned)
-        add_partials_(dq[rows], part.values, stage.return_ptr, stage.return_slots, part.scale)
+        run_add(
+            dq[rows], part.values, stage.return_ptr, stage.return_slots, part.scale,
+            accumulate=layout.has_own_part,
+        )  # fmt: skip
 
     dq, finish = run_stages(
         layout.stages, call.context.transport, (sent_format, sent), dq_format,
@@ -348,15 +362,14 @@ def _backward(
     )  # fmt: skip
     dtype = rows.q.dtype
     dkeys = dkeys.to(dtype)  # while the last answers are in flight
-    dblock = None if dblock is None else dblock.to(dtype)
     finish()
     return dq.to(dtype), dkeys, dblock
 
 
-def _nothing_seen(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """out and lse of rows that have met no key."""
-    out = q.new_zeros((*q.shape[:2], dim), dtype=torch.float32)
-    return out, torch.full(q.shape[:2], -torch.inf, device=q.device)
+def _unwritten(q: Tensor, dim: int, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse of rows that are all those of the only stage, which writes them."""
+    out = q.new_empty((*q.shape[:2], dim), dtype=out_dtype)
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:

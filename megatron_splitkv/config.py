@@ -28,9 +28,9 @@ class SplitKVConfig:
             "fp16" (beside an fp32 scale for each row and head), or "auto", which is fp16 for bf16
             inputs and else fp32. Merging is always done in fp32.
         transport: "symmetric" has the GPUs of one host read each other's memory by copy engines;
-            "auto" is that where it can be had and CUDA_DEVICE_MAX_CONNECTIONS is not 1, else the
-            backend of the process group, NCCL on GPUs; "nccl" insists on NCCL; "gloo" stages the
-            rows of a GPU through host memory, for processes that share it.
+            "auto" is that where it can be had, else the backend of the process group, NCCL on GPUs;
+            "nccl" insists on NCCL; "gloo" stages the rows of a GPU through host memory, for
+            processes that share it.
         keep_queries: keep the gathered query rows of the forward pass for the backward pass
             instead of gathering them again: less traffic, more memory.
         balance_tolerance: share by which the dearest rank may exceed the mean cost before the

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from megatron_splitkv.comm import RowFormat, empty_rows
-from megatron_splitkv.ops.encode import encode_partials_
+from megatron_splitkv.ops.encode import run_encode
+from megatron_splitkv.ops.native import Rows
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Partials(NamedTuple):
-    """Partial results of some rows, as views of packed rows.
+    """Partial results of some rows, where they lie in packed rows; the caller keeps these alive.
 
     Attributes:
         values: outputs or query gradients, `[R, Hq, dim]`, in the wire dtype.
@@ -22,9 +23,9 @@ class Partials(NamedTuple):
         scale: factors of the values, `[R, Hq]` fp32; None where the wire dtype needs none.
     """
 
-    values: Tensor
-    lse: Tensor | None
-    scale: Tensor | None
+    values: Rows
+    lse: Rows | None
+    scale: Rows | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +67,18 @@ class PartialFormat:
         """
         if into is None:
             into = empty_rows(len(values), self.row_bytes, values.device)
+        assert (lse is not None) == self.has_lse, "a format of outputs packs their lse"
+        if not self._is_scaled:
+            return self._rows.pack([values] if lse is None else [values, lse], into=into)
         packed = self._rows.cleared(into)
         partials = self.unpack(packed)
-        if partials.scale is None:
-            partials.values.copy_(values)
-        else:
-            encode_partials_(partials.values, partials.scale, values)
-        if partials.lse is not None:
-            assert lse is not None, "a format of outputs packs their lse"
-            partials.lse.copy_(lse)
+        assert partials.scale is not None, "fp16 travels beside a scale"
+        run_encode(partials.values, partials.scale, values, partials.lse, lse)
         return packed
 
     def unpack(self, packed: Tensor) -> Partials:
-        """Views of the fields of packed rows; no copy."""
-        values, *beside = self._rows.unpack(packed)
+        """The fields of packed rows; no copy."""
+        values, *beside = self._rows.rows(packed)
         lse = beside.pop(0) if self.has_lse else None
         return Partials(values=values, lse=lse, scale=beside.pop(0) if beside else None)
 

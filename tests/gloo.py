@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 TIMEOUT_S = 60.0
+EXIT_S = 5.0  # until a rank that has closed its pipe has ended
 PRELOADED = [  # what ranks would else import one by one; torch's is for its deterministic mode
     "pytest",
     "hypothesis.strategies",
@@ -101,6 +102,7 @@ class _Pool:
                 try:
                     outcomes[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
+                    self.processes[rank].join(EXIT_S)
                     code = self.processes[rank].exitcode
                     outcomes[rank] = Outcome(error=f"rank {rank} died with exit code {code}")
             if any(outcome.error for outcome in outcomes):

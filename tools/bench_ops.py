@@ -7,9 +7,10 @@ fp64. All are timed in turns in one process, as a GPU slows under load; times ar
 CPU time of the process. TFLOP/s count visible query-key pairs: 2 flop for each head dim of q . k
 and of p . v, and of the five products of the backward.
 
-Our backward includes delta and clearing dq, and gives fp32 dk and dv, where libraries write 16
-bits. "ours" overwrites dk and dv, as libraries do and as attention does for its own rows; "ours
-accumulating" adds to them, as it does for the rows of other ranks.
+Our backward includes delta and clearing dq, which stays fp32, where libraries round it. "ours"
+writes dk and dv in the dtype of the inputs, as libraries do and as attention does where one call
+is all; "ours fp32" writes them in fp32, as it does for its own rows when those of other ranks are
+to follow; "ours accumulating" adds these.
 
 examples:
   python tools/bench_ops.py --json ops.json --markdown ops.md
@@ -133,8 +134,8 @@ class Bench:
         shape = problem.shape
         if contestant.is_ours:
             filler = 0.0 if contestant.accumulates else torch.nan
-            problem.dk.fill_(filler)
-            problem.dv.fill_(filler)
+            for gradient in problem.key_gradients(is_rounded=contestant.is_rounded):
+                gradient.fill_(filler)
         try:
             if op == "forward":
                 forward = contestant.forward(problem)

@@ -12,7 +12,8 @@ that one, and projected to 1024 ranks on nodes of 8. A pair of nodes is not meas
 what --network-gbs says.
 
 A run keeps to --budget-s: the dearest other methods are dropped first, then the dearest workloads,
-and the report names them. Start it with python; it starts the ranks itself.
+and the report names them. The files are written anew after each workload, so that a run that is
+ended leaves what it had. Start it with python; it starts the ranks itself.
 
 examples:
   python tools/bench_scaling.py --json scaling.json --markdown scaling.md --plot scaling.png
@@ -23,10 +24,11 @@ examples:
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -38,10 +40,10 @@ from cp_peers import PEERS
 from cp_report import Line
 from cp_workloads import workload_of
 from device_info import describe_device, in_words
-from scaling_cases import OURS, Case, Pace, all_cases, fit_into, weak_workload
+from scaling_cases import OURS, START_S, Case, Pace, all_cases, fit_into, weak_workload
 from scaling_fit import NODE_RANKS, Checked, Projected, fit, measured_of, project
 from scaling_report import Report, Row, markdown, plot, rows_of
-from scaling_worker import Job
+from scaling_worker import Job, write_whole
 
 from megatron_splitkv.checks.options import output_file, positive_float, positive_int
 from megatron_splitkv.checks.processes import choose_device, start_ranks
@@ -50,12 +52,11 @@ from megatron_splitkv.plan.predict import Calibration
 
 TOOLS = Path(__file__).resolve().parent
 START = time.time()
-START_S = 25.0  # of the processes of one group
 REPORT_S = 10.0  # of fit, projection and figure
 K = 1024
-# One host with NVLink 18 and NCCL 2.28.9, between the figures of its collectives; kept where no
-# group of two ranks is fitted. Between nodes: one 400 Gb/s adapter for each GPU, 90 % of it.
-LINK_GBS, LINK_US, NETWORK_GBS = 250.0, 80.0, 45.0
+# Pulls from symmetric memory inside a host with NVLink 18; kept where no group of two ranks is
+# fitted. Between nodes: one 400 Gb/s adapter for each GPU, 90 % of it.
+LINK_GBS, LINK_US, NETWORK_GBS = 360.0, 20.0, 45.0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -122,46 +123,65 @@ def group_sizes(device: torch.device) -> list[int]:
     return [1 << power for power in range(limit.bit_length())]
 
 
+def by_size(cases: Sequence[Case]) -> dict[int, list[Case]]:
+    """The cases of each group, small groups first."""
+    sizes = sorted({case.cp_size for case in cases})
+    return {size: [case for case in cases if case.cp_size == size] for size in sizes}
+
+
 def measure(
-    args: argparse.Namespace, cases: Sequence[Case], pace: Pace
+    args: argparse.Namespace,
+    cases: Sequence[Case],
+    pace: Pace,
+    keep: Callable[[list[Line], list[str]], None],
 ) -> Iterator[tuple[list[Line], list[str]]]:
     """Starts the ranks of each group in turn.
 
+    Args:
+        keep: given what is yielded, as far as it goes, while a group runs.
     Yields:
         The lines of a group, and its cases that were dropped or failed, by name.
     """
-    sizes = sorted({case.cp_size for case in cases})
-    for index, cp_size in enumerate(sizes):
-        mine = [case for case in cases if case.cp_size == cp_size]
+    groups = by_size(cases)
+    needed_s = {
+        size: pace.start_seconds(group) + sum(map(pace.seconds, group))
+        for size, group in groups.items()
+    }
+    for cp_size, mine in groups.items():
         left_s = START + args.budget_s - REPORT_S - time.time()
-        ahead_s = [
-            START_S + sum(pace.seconds(case) for case in cases if case.cp_size == size)
-            for size in sizes[index:]
-        ]
-        mine_s = left_s * ahead_s[0] / sum(ahead_s)
+        mine_s = left_s * needed_s[cp_size] / sum(needed_s.values())
+        del needed_s[cp_size]
         job = Job(
             device=args.device,
             transport=args.transport,
             rounds=args.rounds,
             start=START,
             deadline=time.time() + mine_s,
-            cases=[(c.workload.name, list(c.methods), pace.seconds(c)) for c in mine],
+            cases=[(c.workload.name, list(c.methods), pace.method_seconds(c)) for c in mine],
         )
-        yield run_job(job, cp_size, max(1.0, min(mine_s + START_S, left_s)))
+        yield run_job(job, cp_size, max(1.0, min(mine_s + START_S, left_s)), keep)
 
 
-def run_job(job: Job, cp_size: int, timeout_s: float) -> tuple[list[Line], list[str]]:
-    """Runs one group to its end, or until it has to be ended."""
+def run_job(
+    job: Job, cp_size: int, timeout_s: float, keep: Callable[[list[Line], list[str]], None]
+) -> tuple[list[Line], list[str]]:
+    """Runs one group to its end, or until it has to be ended; `keep` gets what is done so far."""
     with tempfile.TemporaryDirectory() as folder:
         job_file, output = Path(folder, "job.json"), Path(folder, "lines.json")
         job_file.write_text(job.to_json())
-        code = start_ranks("scaling_worker", [str(job_file), str(output)], cp_size, timeout_s)
-        done = json.loads(output.read_text()) if output.exists() else {"lines": [], "dropped": []}
-    lines: list[Line] = []
-    for figures in done["lines"]:
-        figures.pop("step_ms")
-        lines.append(Line(**figures))
-    dropped: list[str] = done["dropped"]
+        text = '{"lines": [], "dropped": []}'
+
+        def watch() -> None:
+            nonlocal text
+            found = output.read_text() if output.exists() else text
+            if found != text:
+                text = found
+                keep(*read_done(text))
+
+        arguments = [str(job_file), str(output)]
+        code = start_ranks("scaling_worker", arguments, cp_size, timeout_s, watch)
+        watch()
+    lines, dropped = read_done(text)
     if code != 0:
         say(f"the ranks of cp {cp_size} failed with {code}")
         known = {line.workload for line in lines} | {name.partition(" ")[0] for name in dropped}
@@ -171,6 +191,16 @@ def run_job(job: Job, cp_size: int, timeout_s: float) -> tuple[list[Line], list[
             if name not in known
         ]
     return lines, dropped
+
+
+def read_done(text: str) -> tuple[list[Line], list[str]]:
+    """Lines, and what was dropped, as a worker wrote them."""
+    done = json.loads(text)
+    lines: list[Line] = []
+    for figures in done["lines"]:
+        figures.pop("step_ms")
+        lines.append(Line(**figures))
+    return lines, done["dropped"]
 
 
 def predict(
@@ -229,7 +259,8 @@ def run(args: argparse.Namespace) -> str:
     pace = Pace(device=device.type, rounds=args.rounds)
     cases = all_cases(sizes, args.tokens, args.strong, args.rows, methods)
     weak = {(case.workload.name, case.cp_size) for case in cases if case.is_weak}
-    budget_s = args.budget_s - REPORT_S - START_S * len(sizes)
+    start_s = sum(map(pace.start_seconds, by_size(cases).values()))
+    budget_s = args.budget_s - REPORT_S - start_s
     selection = fit_into(cases, budget_s, pace)
     for name in selection.dropped:
         say(f"dropped, as --budget-s {args.budget_s:g} is too short: {name}")
@@ -239,10 +270,14 @@ def run(args: argparse.Namespace) -> str:
     lines: list[Line] = []
     dropped = selection.dropped
     about = describe_device(device) | versions_of(methods)
-    for found, missing in measure(args, selection.cases, pace):
+
+    def keep(found: list[Line], missing: list[str]) -> None:
+        rows = rows_of([*lines, *found], weak)
+        write_files(args, about, Report(rows=rows, dropped=[*dropped, *missing]))
+
+    for found, missing in measure(args, selection.cases, pace, keep):
         lines += found
         dropped += missing
-        write_files(args, about, Report(rows=rows_of(lines, weak), dropped=dropped))
     say("fitting and projecting")
     rows = rows_of(lines, weak)
     calibrations, checked, projected = predict(args, rows, device)
@@ -282,15 +317,16 @@ def write_files(args: argparse.Namespace, about: dict[str, str], report: Report)
             ],
             "projected": [asdict(one) for one in report.projected],
         }  # fmt: skip
-        args.json.write_text(json.dumps(figures, indent=1))
+        write_whole(args.json, json.dumps(figures, indent=1))
     if args.markdown:
-        args.markdown.write_text(text)
+        write_whole(args.markdown, text)
     return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code; bad input is one line."""
     args = build_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the ranks too
     try:
         print(run(args), end="")
     except ValueError as error:

@@ -27,7 +27,9 @@ from megatron_splitkv.checks.options import output_file, positive_int
 from megatron_splitkv.comm import RowFormat, ThreadGroup, ThreadTransport
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout, shard_rows, unshard_rows
-from megatron_splitkv.ops import add_partials_, attention_delta, merge_partials_
+from megatron_splitkv.ops import attention_delta
+from megatron_splitkv.ops.add import run_add
+from megatron_splitkv.ops.merge import run_merge
 from megatron_splitkv.plan import Causal, Full, make_plan
 from megatron_splitkv.plan.queries import SelfQueries
 from megatron_splitkv.wire import PartialFormat
@@ -152,12 +154,13 @@ def timed_passes(head_dim: int) -> Iterator[Pass]:
         wire = PartialFormat(partial_dtype=name, num_heads=TIMED_HEADS, dim=head_dim, has_lse=True)
         values, size = out.to(wire.compute_dtype), DTYPES[name].itemsize
         yield Pass(f"encode {name}", values.itemsize + size, partial(wire.pack, values, lse))
-        part = wire.unpack(wire.pack(values, lse).repeat(TIMED_PARTS, 1))
+        packed = wire.pack(values, lse).repeat(TIMED_PARTS, 1)  # alive as long as its passes
+        part = wire.unpack(packed)
         assert part.lse is not None
         moved, csr = TIMED_PARTS * size + 8, (ptr, slots, part.scale)
-        merge = partial(merge_partials_, out.clone(), lse.clone(), part.values, part.lse, *csr)
+        merge = partial(run_merge, out.clone(), lse.clone(), part.values, part.lse, *csr)
         yield Pass(f"merge {TIMED_PARTS} of {name}", moved, merge)
-        add = partial(add_partials_, out.clone(), part.values, *csr)
+        add = partial(run_add, out.clone(), part.values, *csr)
         yield Pass(f"add {TIMED_PARTS} of {name}", moved, add)
 
 

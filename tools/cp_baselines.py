@@ -133,6 +133,7 @@ class _RingPart(RankPart):
         if returning is not None:
             dkv = gradients.unpack(returning.wait())
         dtype = self.q.dtype
+        del self.q, self.packed, self.out, self.lse
         return dq.to(dtype), dkv[0].to(dtype), dkv[1].to(dtype)
 
     def _pass_on(self, rows: Tensor, step: int) -> Pending:
@@ -192,6 +193,7 @@ class _AllGatherPart(RankPart):
             parts = row.unpack(self.transport.exchange(sent, counts).wait())
             each = (self.method.cp_size, len(self.method.tokens[self.rank]))
             dk, dv = (x.unflatten(0, each).sum(0, dtype=torch.float32) for x in parts)
+        del self.inputs, self.out, self.lse
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
     def _gathered(self) -> list[Tensor]:
@@ -251,6 +253,7 @@ class _UlyssesPart(RankPart):
         dout = self._to_heads(dout, rows)
         state = (self.q, dout, self.lse, attention_delta(dout, self.out))
         dq, *dkv = self.seen.backward(state, self.k, self.v)
+        del state, self.q, self.k, self.v, self.out, self.lse
         wire = self.method.wire_dtype(dtype) if self.is_repeated else dtype
         heads_kv = self.method.workload.heads[1]
         dk, dv = (self._to_rows(x, wire, tokens).flatten(1, 2) for x in dkv)

@@ -187,6 +187,8 @@ class _RealPart:
         self.m, self.kind, self.world = m, kind, world
         self.recorder = Recorder(m.device)
         self.clock, self.silent_clock = StepClock(m.device, world), StepClock(m.device, world)
+        if isinstance(transport, SymmetricTransport) and kind.is_ours:
+            transport = transport.another()  # its buffers count as memory of this method alone
         self.transport = transport
         self.counting = self.silent = None
         if transport is not None:

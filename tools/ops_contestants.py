@@ -37,7 +37,6 @@ class Problem:
     Attributes:
         q, k, v, dout: `[rows, heads, head_dim]`, THD.
         begin, end: the keys that each row sees, `[rows]` int32.
-        dk, dv: fp32 gradients that ours writes or adds to.
     """
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
@@ -61,7 +60,17 @@ class Problem:
             for is_deterministic in (False, True)
         }
         self.num_pairs = int((end.long() - begin.long()).clamp(min=0).sum()) * heads_q
-        self.dk, self.dv = (torch.zeros(x.shape, device=device) for x in (self.k, self.v))
+        self._key_gradients: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def key_gradients(self, *, is_rounded: bool) -> tuple[Tensor, Tensor]:
+        """dk and dv that ours writes, or adds to: of the dtype of the inputs, or fp32."""
+        dtype = self.k.dtype if is_rounded else torch.float32
+        if dtype not in self._key_gradients:
+            self._key_gradients[dtype] = (
+                torch.empty_like(self.k, dtype=dtype),
+                torch.empty_like(self.v, dtype=dtype),
+            )
+        return self._key_gradients[dtype]
 
     @property
     def softmax_scale(self) -> float:
@@ -94,12 +103,14 @@ class Contestant(ABC):
         name: for the tables.
         is_ours: whether a wrong result ends the run, or only leaves this contestant out.
         accumulates: whether the backward adds to dk and dv, which must be zero for a check.
+        is_rounded: whether dk and dv have the dtype of the inputs; else they are fp32.
         ops: which of "forward" and "backward" are timed.
     """
 
     name: str
     is_ours = False
     accumulates = False
+    is_rounded = True
     ops: tuple[str, ...] = ("forward", "backward")
 
     def refusal(self, shape: Shape) -> str | None:
@@ -126,6 +137,7 @@ class Ours(Contestant):
         *,
         family: str = "auto",
         ops: tuple[str, ...] = ("forward", "backward"),
+        is_rounded: bool = True,
         accumulates: bool = False,
         is_deterministic: bool = False,
     ) -> None:
@@ -133,6 +145,7 @@ class Ours(Contestant):
         self.name = name
         self.family = family
         self.ops = ops
+        self.is_rounded = is_rounded
         self.accumulates = accumulates
         self.is_deterministic = is_deterministic
 
@@ -153,16 +166,17 @@ class Ours(Contestant):
         out, lse = problem.attended
         # What a layer keeps is out in the dtype of its inputs.
         out = out.to(problem.q.dtype)
+        dk, dv = problem.key_gradients(is_rounded=self.is_rounded)
 
         def call() -> Gradients:
             with _kernel_family(self.family):
                 delta = attention_delta(problem.dout, out)
                 dq = partial_attention_backward(
                     problem.dout, problem.q, problem.k, problem.v, lse, delta, problem.begin,
-                    problem.end, problem.dk, problem.dv, softmax_scale=problem.softmax_scale,
+                    problem.end, dk, dv, softmax_scale=problem.softmax_scale,
                     accumulate=self.accumulates, work=problem.work[self.is_deterministic],
                 )  # fmt: skip
-            return dq, problem.dk, problem.dv
+            return dq, dk, dv
 
         return call
 
@@ -319,7 +333,8 @@ def contestants(device: torch.device) -> list[Contestant]:
     backward = ("backward",)
     found: list[Contestant] = [
         Ours("ours"),
-        Ours("ours accumulating", ops=backward, accumulates=True),
+        Ours("ours fp32", ops=backward, is_rounded=False),
+        Ours("ours accumulating", ops=backward, is_rounded=False, accumulates=True),
     ]
     if device.type != "cuda":
         return [*found, Sdpa("torch", SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)]

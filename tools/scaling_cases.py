@@ -11,10 +11,12 @@ from megatron_splitkv.plan import Suffix
 
 KINDS = {"rows": "few query rows", "causal": "one causal document", "pile": "packed documents"}
 OURS = "split-kv"
-# What is taken for granted before anything is measured: TFLOP/s of a rank, and the time to check
-# and prepare a method on a workload: TransformerEngine builds cuDNN plans for each.
-ASSUMED_TFLOPS = {"cuda": 450.0, "cpu": 0.05}
-PREPARE_S, PREPARE_PEER_S = 0.7, 1.5
+# What is taken for granted before anything is measured: TFLOP/s of a rank, and seconds: to prepare
+# a method on a workload; to start the processes of a group; to import TransformerEngine there, and
+# to have it build its first plans for a method and a kind.
+ASSUMED_TFLOPS = {"cuda": 480.0, "cpu": 0.05}
+PREPARE_S, START_S = 0.4, 15.0
+START_PEERS_S, FIRST_PLANS_S = 12.0, 4.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +62,17 @@ class Pace:
 
     def seconds(self, case: Case) -> float:
         """An estimate, for all methods of the case."""
+        return len(case.methods) * self.method_seconds(case)
+
+    def method_seconds(self, case: Case) -> float:
+        """An estimate for one method of the case, whichever."""
         step_s = sum(case.workload.flop()) / case.cp_size / ASSUMED_TFLOPS[self.device] * 1e-12
-        prepare_s = sum(PREPARE_PEER_S if name in PEERS else PREPARE_S for name in case.methods)
-        num_steps = WARM_UP_ROUNDS + self.rounds + 1
-        return len(case.methods) * step_s * num_steps + prepare_s
+        return PREPARE_S + step_s * (WARM_UP_ROUNDS + self.rounds + 1)
+
+    def start_seconds(self, cases: Iterable[Case]) -> float:
+        """An estimate of what the cases of one group cost once, however many they are."""
+        first = {(case.kind, name) for case in cases for name in case.methods if name in PEERS}
+        return START_S + (START_PEERS_S if first else 0.0) + FIRST_PLANS_S * len(first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +127,7 @@ def all_cases(
         tokens: context tokens of a rank, in weak scaling.
         strong: whole workloads.
         num_rows: query rows of the kind "rows".
-        methods: ours and others; one rank runs ours alone.
+        methods: ours, then others, those that matter most first; one rank runs ours alone.
     """
     found: dict[tuple[str, int], Case] = {}
     for cp_size in cp_sizes:
@@ -138,7 +147,7 @@ def all_cases(
 
 
 def fit_into(cases: Iterable[Case], budget_s: float, pace: Pace) -> Selection:
-    """Drops the dearest until the rest fits: first other methods, then whole cases.
+    """Drops the dearest until the rest fits: first other methods, the last first, then whole cases.
 
     Other methods are weighed by seconds over ranks, as the largest group tells most of them.
 
@@ -156,10 +165,12 @@ def fit_into(cases: Iterable[Case], budget_s: float, pace: Pace) -> Selection:
         return sum(map(pace.seconds, kept)) > budget_s
 
     for case in sorted(kept, key=lambda case: pace.seconds(case) / case.cp_size, reverse=True):
-        others = [method for method in case.methods if method != OURS]
-        if others and is_over():
+        methods, index = list(case.methods), kept.index(case)
+        while len(methods) > 1 and is_over():
+            methods.pop()
+            kept[index] = replace(case, methods=tuple(methods))
+        if others := case.methods[len(methods) :]:
             dropped.append(f"{case.name}: {', '.join(others)}")
-            kept[kept.index(case)] = replace(case, methods=(OURS,))
     kept.sort(key=pace.seconds)
     while kept and is_over():
         dropped.append(kept.pop().name)

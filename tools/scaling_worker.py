@@ -18,6 +18,7 @@ from cp_report import Line
 from cp_workloads import workload_of
 
 from megatron_splitkv.checks.processes import World, cp_transport, gather_from_all, join_world
+from megatron_splitkv.comm import Transport
 from megatron_splitkv.config import SplitKVConfig
 
 ALL_METHODS = METHODS | PEERS
@@ -33,7 +34,8 @@ class Job:
         transport: as `SplitKVConfig.transport`, of our methods.
         rounds: timed ones of each method.
         start, deadline: `time.time` when the command began, and when this group must be done.
-        cases: name of the workload, methods, estimated seconds; in the order of running.
+        cases: name of the workload, methods, estimated seconds of each method; in the order of
+            running.
     """
 
     device: str
@@ -48,23 +50,31 @@ class Job:
         return json.dumps(asdict(self))
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is never seen half written, whoever reads it or ends this process."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
+
+
 def job_from_json(text: str) -> Job:
     """Reads what `Job.to_json` wrote."""
     return Job(**json.loads(text))
 
 
-def run(job: Job, output: Path, world: World) -> None:
-    """Measures case after case; one that would pass the deadline is dropped by name.
+def run(job: Job, output: Path, world: World, transport: Transport | None) -> None:
+    """Measures case after case; methods that would pass the deadline are dropped by name.
 
     Args:
         job: what to do.
         output: JSON, rewritten after each case by rank 0: the lines so far, and what was dropped.
         world: the ranks of the group.
+        transport: of our methods.
     """
-    transport = cp_transport(world, world.size, job.transport)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     lines: list[Line] = []
     dropped: list[str] = []
+    passed: set[object] = set()
 
     def say(text: str) -> None:
         if world.rank == 0:
@@ -73,21 +83,23 @@ def run(job: Job, output: Path, world: World) -> None:
 
     for name, methods, seconds in job.cases:
         left = min(gather_from_all(job.deadline - time.time(), world))
-        if seconds > left:
-            dropped.append(f"{name} at cp {world.size}")
-            say(f"{name} is dropped: it may take {seconds:.0f} s, {left:.0f} s are left")
-        else:
+        fitting = max(0, int(left / seconds))
+        if methods[fitting:]:
+            others = f": {', '.join(methods[fitting:])}" if fitting else ""
+            dropped.append(f"{name} at cp {world.size}{others}")
+            say(f"{dropped[-1]}: dropped, {seconds:.0f} s each and {left:.0f} s are left")
+        if methods[:fitting]:
             measurement = Measurement(
-                workload=workload_of(name), kinds=[ALL_METHODS[method] for method in methods],
+                workload=workload_of(name), kinds=[ALL_METHODS[x] for x in methods[:fitting]],
                 config=SplitKVConfig(), device=world.device, dtype=dtype, rounds=job.rounds,
                 is_bare=True,
             )  # fmt: skip
-            lines += measure_real(measurement, world, transport, say)
+            lines += measure_real(measurement, world, transport, say, passed)
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
         if world.rank == 0:
             figures = [{**asdict(line), "step_ms": line.step_ms} for line in lines]
-            output.write_text(json.dumps({"lines": figures, "dropped": dropped}))
+            write_whole(output, json.dumps({"lines": figures, "dropped": dropped}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     job_file, output = map(Path, sys.argv[1:] if argv is None else argv)
     job = job_from_json(job_file.read_text())
     with join_world(device=job.device, backend="auto", timeout_s=TIMEOUT_S) as world:
-        run(job, output, world)
+        run(job, output, world, cp_transport(world, world.size, job.transport))
     return 0
 
 

@@ -35,6 +35,42 @@ void check_cpu_launch(const Launch& launch, int64_t workspace_bytes) {
                   launch.workspace_bytes, " bytes, needs ", workspace_bytes);
 }
 
+PackParams pack_params(const PackCall& call) {
+    PackParams params{};
+    params.packed = call.packed;
+    params.num_rows = call.num_rows;
+    params.row_bytes = call.row_bytes;
+    params.index = call.index;
+    params.launch = call.launch;
+    const size_t num_fields = call.sources.size();
+    SPLITKV_CHECK(num_fields <= kMaxPackFields, "a row has ", num_fields, " fields, needs at most ",
+                  kMaxPackFields);
+    SPLITKV_CHECK(call.row_strides.size() == num_fields && call.begins.size() == num_fields &&
+                      call.ends.size() == num_fields,
+                  "sources, row_strides, begins and ends differ in length");
+    int64_t end = 0;
+    for (size_t i = 0; i < num_fields; ++i) {
+        SPLITKV_CHECK(end <= call.begins[i] && call.begins[i] <= call.ends[i], "field ", i,
+                      " lies at bytes [", call.begins[i], ", ", call.ends[i],
+                      "), needs to begin at ", end, " or later");
+        end = call.ends[i];
+        params.fields[i] = {reinterpret_cast<const char*>(call.sources[i]), call.row_strides[i],
+                            call.begins[i], end};
+    }
+    SPLITKV_CHECK(end <= call.row_bytes, "the last field ends at byte ", end, " of ",
+                  call.row_bytes);
+    params.num_fields = static_cast<int32_t>(num_fields);
+    return params;
+}
+
+void check_index(const PackCall& call) {
+    if (call.index == nullptr) return;
+    for (int64_t i = 0; i < call.num_rows; ++i) {
+        SPLITKV_CHECK(call.index[i] >= 0 && call.index[i] < call.num_source_rows, "rows[", i,
+                      "]=", call.index[i], ", needs 0 to ", call.num_source_rows - 1);
+    }
+}
+
 void check_slots(const int32_t* ptr, const int32_t* slots, int64_t num_slots, int64_t num_rows,
                  int64_t num_parts) {
     SPLITKV_CHECK(ptr[0] == 0 && ptr[num_rows] == num_slots, "part_ptr runs from ", ptr[0], " to ",
@@ -61,7 +97,7 @@ int64_t forward_workspace_bytes(const WorkspaceRequest& request) {
 int64_t backward_workspace_bytes(const WorkspaceRequest& request) {
     if (is_cuda(request.device)) {
         return cuda::backward_workspace_bytes(
-            shape_from_ints<BackwardWorkShape>(request.work_shape));
+            shape_from_ints<BackwardWorkShape>(request.work_shape), request.gradient_dtype);
     }
     return cpu::backward_workspace_bytes(request.head_dim_qk, request.head_dim_v,
                                          request.num_threads);
@@ -115,6 +151,14 @@ void encode(const EncodeParams& params) {
     if (is_cuda(params.launch.device)) return cuda::encode(params);
     check_cpu_launch(params.launch, 0);
     cpu::encode(params);
+}
+
+void pack(const PackCall& call) {
+    const PackParams params = pack_params(call);
+    if (is_cuda(call.launch.device)) return cuda::pack(params);
+    check_cpu_launch(call.launch, 0);
+    check_index(call);
+    cpu::pack(params);
 }
 
 }  // namespace splitkv

@@ -2,15 +2,39 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <utility>
+#include <vector>
 
 #include "attention/api.h"
 #include "attention/bindings_cuda.h"
 #include "attention/fields.h"
+#include "common/check.h"
 #include "cpu/backend.h"
 
 namespace splitkv {
 namespace {
+
+// A tensor [rows, heads, dim] or [rows, heads] as torch describes it.
+struct RowsCall {
+    void* data;
+    DType dtype;
+    std::vector<int64_t> shape;
+    std::vector<int64_t> strides;
+};
+
+Rows rows_of(const RowsCall& call) {
+    const size_t num_dims = call.shape.size();
+    SPLITKV_CHECK((num_dims == 2 || num_dims == 3) && call.strides.size() == num_dims, "shape has ",
+                  num_dims, " sizes and ", call.strides.size(), " strides, needs 2 or 3 of both");
+    Rows rows{};
+    rows.data = call.data;
+    rows.dtype = call.dtype;
+    rows.rows = call.shape[0];
+    rows.heads = call.shape[1];
+    rows.dim = num_dims == 3 ? call.shape[2] : 1;
+    rows.row_stride = call.strides[0];
+    rows.head_stride = call.strides[1];
+    return rows;
+}
 
 template <typename Struct>
 Struct copy(const Struct& value) {
@@ -24,10 +48,9 @@ void bind_structs(py::module_& m) {
         .value("float16", DType::kFloat16);
     py::enum_<Device>(m, "Device").value("cpu", Device::kCpu).value("cuda", Device::kCuda);
     py::class_<Rows> rows(m, "Rows");
-    def_init<keep_gil>(rows, &copy<Rows>, Field("data", &Rows::data), Field("dtype", &Rows::dtype),
-                       Field("rows", &Rows::rows), Field("heads", &Rows::heads),
-                       Field("dim", &Rows::dim), Field("row_stride", &Rows::row_stride),
-                       Field("head_stride", &Rows::head_stride));
+    def_init<keep_gil>(rows, &rows_of, Field("data", &RowsCall::data),
+                       Field("dtype", &RowsCall::dtype), Field("shape", &RowsCall::shape),
+                       Field("strides", &RowsCall::strides));
     py::class_<Launch> launch(m, "Launch");
     def_init<keep_gil>(
         launch, &copy<Launch>, Field("device", &Launch::device), Field("stream", &Launch::stream),
@@ -36,15 +59,16 @@ void bind_structs(py::module_& m) {
 }
 
 void bind_attention(py::module_& m) {
-    for (const auto& [name, function] :
-         {std::pair{"forward_workspace_bytes", &forward_workspace_bytes},
-          {"backward_workspace_bytes", &backward_workspace_bytes}}) {
+    const auto def_workspace = [&m](const char* name, auto function, auto... more) {
         def(m, name, function, Field("device", &WorkspaceRequest::device),
             Field("head_dim_qk", &WorkspaceRequest::head_dim_qk),
             Field("head_dim_v", &WorkspaceRequest::head_dim_v),
             Field("num_threads", &WorkspaceRequest::num_threads),
-            Field("work_shape", &WorkspaceRequest::work_shape));
-    }
+            Field("work_shape", &WorkspaceRequest::work_shape), more...);
+    };
+    def_workspace("forward_workspace_bytes", &forward_workspace_bytes);
+    def_workspace("backward_workspace_bytes", &backward_workspace_bytes,
+                  Field("gradient_dtype", &WorkspaceRequest::gradient_dtype));
     def(m, "forward", &forward, Field("q", &ForwardCall::q), Field("k", &ForwardCall::k),
         Field("v", &ForwardCall::v), Field("kv_begin", &ForwardCall::kv_begin),
         Field("kv_end", &ForwardCall::kv_end), Field("out", &ForwardCall::out),
@@ -67,14 +91,24 @@ void bind_partials(py::module_& m) {
         Field("part_out", &MergeParams::part_out), Field("part_lse", &MergeParams::part_lse),
         Field("part_scale", &MergeParams::part_scale, kOptional),
         Field("part_ptr", &MergeParams::part_ptr), Field("part_slots", &MergeParams::part_slots),
-        Field("num_slots", &MergeParams::num_slots), Field("launch", &MergeParams::launch));
+        Field("num_slots", &MergeParams::num_slots),
+        Field("accumulates", &MergeParams::accumulates), Field("launch", &MergeParams::launch));
     def(m, "add", &add, Field("total", &AddParams::total), Field("parts", &AddParams::parts),
         Field("part_scale", &AddParams::part_scale, kOptional),
         Field("part_ptr", &AddParams::part_ptr), Field("part_slots", &AddParams::part_slots),
-        Field("num_slots", &AddParams::num_slots), Field("launch", &AddParams::launch));
+        Field("num_slots", &AddParams::num_slots), Field("accumulates", &AddParams::accumulates),
+        Field("launch", &AddParams::launch));
     def(m, "encode", &encode, Field("values", &EncodeParams::values),
         Field("encoded", &EncodeParams::encoded), Field("scale", &EncodeParams::scale),
+        Field("lse", &EncodeParams::lse, kOptional),
+        Field("sent_lse", &EncodeParams::sent_lse, kOptional),
         Field("launch", &EncodeParams::launch));
+    def(m, "pack", &pack, Field("packed", &PackCall::packed),
+        Field("num_rows", &PackCall::num_rows), Field("row_bytes", &PackCall::row_bytes),
+        Field("index", &PackCall::index), Field("num_source_rows", &PackCall::num_source_rows),
+        Field("sources", &PackCall::sources), Field("row_strides", &PackCall::row_strides),
+        Field("begins", &PackCall::begins), Field("ends", &PackCall::ends),
+        Field("launch", &PackCall::launch));
 }
 
 }  // namespace

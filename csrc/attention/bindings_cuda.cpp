@@ -31,6 +31,7 @@ void visit_parts(const cuda::BackwardWork& work, Visit visit) {
     visit(work.dq_items);
     visit(work.dq_merge_rows);
     visit(work.unseen_kv_tiles);
+    visit(work.split_kv_tiles);
 }
 
 template <typename Record>

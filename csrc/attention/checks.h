@@ -29,12 +29,18 @@ inline void check_scale(const Rows& scale, const Rows& parts) {
     check_float32("part_scale", scale);
 }
 
+// What is added to is fp32. On CUDA what is only written may have any dtype.
+inline void check_total(const char* name, const Rows& total, bool accumulates,
+                        const Launch& launch) {
+    if (accumulates || launch.device != Device::kCuda) check_float32(name, total);
+}
+
 inline void check_merge(const MergeParams& params) {
     const Rows& out = params.out;
     check_shape("lse", params.lse, out.rows, out.heads, 1);
     check_shape("part_out", params.part_out, params.part_out.rows, out.heads, out.dim);
     check_shape("part_lse", params.part_lse, params.part_out.rows, out.heads, 1);
-    check_float32("out", out);
+    check_total("out", out, params.accumulates, params.launch);
     check_float32("lse", params.lse);
     check_float32("part_lse", params.part_lse);
     check_scale(params.part_scale, params.part_out);
@@ -43,7 +49,7 @@ inline void check_merge(const MergeParams& params) {
 inline void check_add(const AddParams& params) {
     const Rows& total = params.total;
     check_shape("parts", params.parts, params.parts.rows, total.heads, total.dim);
-    check_float32("total", total);
+    check_total("total", total, params.accumulates, params.launch);
     check_scale(params.part_scale, params.parts);
 }
 
@@ -53,6 +59,12 @@ inline void check_encode(const EncodeParams& params) {
     check_shape("scale", params.scale, values.rows, values.heads, 1);
     check_float32("values", values);
     check_float32("scale", params.scale);
+    if (params.lse.data != nullptr) {
+        check_shape("lse", params.lse, values.rows, values.heads, 1);
+        check_shape("sent_lse", params.sent_lse, values.rows, values.heads, 1);
+        check_float32("lse", params.lse);
+        check_float32("sent_lse", params.sent_lse);
+    }
     SPLITKV_CHECK(params.encoded.dtype == DType::kFloat16, "encoded must be float16");
     SPLITKV_CHECK(values.dim >= 1 && values.dim <= kMaxHeadDim, "values has head_dim ", values.dim,
                   ", needs 1 to ", kMaxHeadDim);
@@ -78,6 +90,15 @@ inline void check_forward(const ForwardParams& params) {
     check_float32("lse", params.lse);
 }
 
+// Gradients of the keys. Sums of several calls are fp32; one call may round its own.
+inline void check_key_gradient(const char* name, const Rows& gradient,
+                               const BackwardParams& params) {
+    SPLITKV_CHECK(gradient.dtype == DType::kFloat32 ||
+                      (!params.accumulates && gradient.dtype == params.q.dtype),
+                  name, " must be float32, or of the dtype of q where it is overwritten");
+    SPLITKV_CHECK(gradient.dtype == params.dk.dtype, "dk and dv differ in dtype");
+}
+
 inline void check_backward(const BackwardParams& params) {
     const Rows& q = params.q;
     check_inputs(q, params.k, params.v);
@@ -90,8 +111,8 @@ inline void check_backward(const BackwardParams& params) {
     check_float32("lse", params.lse);
     check_float32("delta", params.delta);
     check_float32("dq", params.dq);
-    check_float32("dk", params.dk);
-    check_float32("dv", params.dv);
+    check_key_gradient("dk", params.dk, params);
+    check_key_gradient("dv", params.dv, params);
 }
 
 }  // namespace splitkv

@@ -58,15 +58,16 @@ struct BackwardParams {
     const int32_t* kv_end;    // [Tq]
     Rows dq;                  // [Tq, Hq, D], fp32, every row is written
     Rows dk;                  // [Tk, Hkv, D], fp32, accumulated into
-    Rows dv;                  // [Tk, Hkv, Dv], fp32, accumulated into
-    bool accumulates;         // CUDA alone: false says that dk and dv are overwritten
+    Rows dv;                  // [Tk, Hkv, Dv], dtype of dk, accumulated into
+    // CUDA alone: false says that dk and dv are overwritten; they may then have the dtype of q.
+    bool accumulates;
     float softmax_scale;
     Launch launch;
 };
 
 // Joins the partials of each row to the running result in out and lse, in place.
 struct MergeParams {
-    Rows out;                   // [T, H, Dv], fp32
+    Rows out;                   // [T, H, Dv], fp32; any dtype on CUDA without accumulates
     Rows lse;                   // [T, H, 1], fp32
     Rows part_out;              // [R, H, Dv], any dtype
     Rows part_lse;              // [R, H, 1], fp32
@@ -74,26 +75,51 @@ struct MergeParams {
     const int32_t* part_ptr;    // [T + 1], row t merges part_slots[part_ptr[t] .. part_ptr[t + 1])
     const int32_t* part_slots;  // [num_slots], rows of part_out
     int64_t num_slots;
+    bool accumulates;  // false: there is no running result, out and lse are overwritten
     Launch launch;
 };
 
 // total[t] += scale * part for each partial of row t, in the order of its slots.
 struct AddParams {
-    Rows total;                 // [T, H, D], fp32
+    Rows total;                 // [T, H, D], fp32; any dtype on CUDA without accumulates
     Rows parts;                 // [R, H, D], any dtype
     Rows part_scale;            // [R, H, 1], fp32; data is nullptr for 1
     const int32_t* part_ptr;    // [T + 1], as in MergeParams
     const int32_t* part_slots;  // [num_slots], rows of parts
     int64_t num_slots;
+    bool accumulates;  // false: total starts from 0 and is overwritten
     Launch launch;
 };
 
 // encoded = values / scale, where scale is the largest magnitude of each (row, head); 0 where it is
 // 0.
 struct EncodeParams {
-    Rows values;   // [R, H, D], fp32
-    Rows encoded;  // [R, H, D], fp16
-    Rows scale;    // [R, H, 1], fp32
+    Rows values;    // [R, H, D], fp32
+    Rows encoded;   // [R, H, D], fp16
+    Rows scale;     // [R, H, 1], fp32
+    Rows lse;       // [R, H, 1], fp32; data is nullptr where the values have none
+    Rows sent_lse;  // [R, H, 1], fp32, a copy of lse
+    Launch launch;
+};
+
+// Rows of several tensors side by side: the bytes of a field in packed row i are those of row
+// index[i] of its source. Bytes of no field are cleared.
+struct PackField {
+    const char* source;  // row 0
+    int64_t row_stride;  // bytes from row to row of the source
+    int64_t begin;       // where the field lies in a packed row, in bytes; fields ascend
+    int64_t end;
+};
+
+constexpr int kMaxPackFields = 8;
+
+struct PackParams {
+    char* packed;  // [num_rows, row_bytes]
+    int64_t num_rows;
+    int64_t row_bytes;
+    const int64_t* index;  // [num_rows]; nullptr takes all rows in their order
+    PackField fields[kMaxPackFields];
+    int32_t num_fields;
     Launch launch;
 };
 

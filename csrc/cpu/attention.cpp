@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -129,7 +130,8 @@ void merge_row_head(const MergeParams& params, const Isa& isa, int64_t row, int6
     const int64_t num_values = params.out.dim;
     const int32_t* slots = params.part_slots + params.part_ptr[row];
     const int32_t num_slots = params.part_ptr[row + 1] - params.part_ptr[row];
-    float max = *lse;
+    const float running_lse = params.accumulates ? *lse : kEmpty;
+    float max = running_lse;
     for (int32_t i = 0; i < num_slots; ++i) {
         const float value = *float_at(params.part_lse, slots[i], head);
         // Not std::max, which drops NaN: beside empty partials the row would pass for empty.
@@ -137,10 +139,11 @@ void merge_row_head(const MergeParams& params, const Isa& isa, int64_t row, int6
     }
     if (max == kEmpty) {
         std::fill(out, out + num_values, 0.0f);
+        *lse = kEmpty;
         return;
     }
     // exp(-inf - max) = 0: an empty partial adds nothing to the sum, and its out isn't read below.
-    const float running = std::exp(*lse - max);
+    const float running = std::exp(running_lse - max);
     float sum = running;
     exps->resize(static_cast<size_t>(num_slots));
     for (int32_t i = 0; i < num_slots; ++i) {
@@ -148,7 +151,7 @@ void merge_row_head(const MergeParams& params, const Isa& isa, int64_t row, int6
         (*exps)[static_cast<size_t>(i)] = value;
         sum += value;
     }
-    bool is_first = *lse == kEmpty;
+    bool is_first = running_lse == kEmpty;
     if (!is_first) {
         isa.merge_row(out, DType::kFloat32, num_values, running / sum, true, out);
     }
@@ -165,6 +168,7 @@ void merge_row_head(const MergeParams& params, const Isa& isa, int64_t row, int6
 
 void add_row_head(const AddParams& params, const Isa& isa, int64_t row, int64_t head) {
     float* total = float_at(params.total, row, head);
+    if (!params.accumulates) std::fill(total, total + params.total.dim, 0.0f);
     for (int32_t i = params.part_ptr[row]; i < params.part_ptr[row + 1]; ++i) {
         const int32_t slot = params.part_slots[i];
         isa.merge_row(bytes_at(params.parts, slot, head), params.parts.dtype, params.total.dim,
@@ -240,7 +244,27 @@ void encode(const EncodeParams& params) {
                                head * encoded.head_stride;
             *float_at(params.scale, row, head) =
                 isa.encode_row(float_at(params.values, row, head), params.values.dim, target);
+            if (params.lse.data != nullptr) {
+                *float_at(params.sent_lse, row, head) = *float_at(params.lse, row, head);
+            }
         }
+    }
+}
+
+void pack(const PackParams& params) {
+#pragma omp parallel for num_threads(clamp_threads(params.launch.num_threads, params.num_rows))
+    for (int64_t row = 0; row < params.num_rows; ++row) {
+        const int64_t source_row = params.index == nullptr ? row : params.index[row];
+        char* packed = params.packed + row * params.row_bytes;
+        int64_t end = 0;  // of what is written
+        for (int32_t i = 0; i < params.num_fields; ++i) {
+            const PackField& field = params.fields[i];
+            std::memset(packed + end, 0, static_cast<size_t>(field.begin - end));
+            std::memcpy(packed + field.begin, field.source + source_row * field.row_stride,
+                        static_cast<size_t>(field.end - field.begin));
+            end = field.end;
+        }
+        std::memset(packed + end, 0, static_cast<size_t>(params.row_bytes - end));
     }
 }
 

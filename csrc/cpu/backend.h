@@ -16,6 +16,7 @@ void backward(const BackwardParams& params);
 void merge(const MergeParams& params);
 void add(const AddParams& params);
 void encode(const EncodeParams& params);
+void pack(const PackParams& params);
 
 // Names of the instruction sets that this machine runs, best first, parted by spaces.
 std::string isa_names();

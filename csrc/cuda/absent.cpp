@@ -17,7 +17,7 @@ int64_t forward_workspace_bytes(const ForwardWorkShape&) { refuse(); }
 
 void forward(const ForwardParams&, const int32_t*, const ForwardWorkShape&) { refuse(); }
 
-int64_t backward_workspace_bytes(const BackwardWorkShape&) { refuse(); }
+int64_t backward_workspace_bytes(const BackwardWorkShape&, DType) { refuse(); }
 
 void backward(const BackwardParams&, const int32_t*, const BackwardWorkShape&) { refuse(); }
 
@@ -26,6 +26,8 @@ void merge(const MergeParams&) { refuse(); }
 void add(const AddParams&) { refuse(); }
 
 void encode(const EncodeParams&) { refuse(); }
+
+void pack(const PackParams&) { refuse(); }
 
 void row_dot(const Rows&, const Rows&, const Rows&, const Launch&) { refuse(); }
 

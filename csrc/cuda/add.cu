@@ -1,7 +1,7 @@
 // add: sums partials into the rows they belong to, in the order of their slots. The twin of merge
 // for what joins by addition, the gradients of queries. Each thread owns 16 bytes of a partial's
 // head, several partials in flight; the total is read and written once, and only where there is a
-// partial.
+// partial, or written alone.
 #include <algorithm>
 
 #include "attention/checks.h"
@@ -38,11 +38,13 @@ __global__ void __launch_bounds__(Traits::kMaxThreads)
     if (row >= params.total.rows) return;
     const int32_t begin = params.part_ptr[row];
     const int32_t end = params.part_ptr[row + 1];
-    if (begin == end) return;
+    if (begin == end && params.accumulates) return;
 
-    float* total = mutable_row_of<float>(params.total, row, head) + column;
     const Scales scales(params.part_scale);
-    Values<kVector> sum = load_values<float, kVector>(total);
+    Values<kVector> sum{};
+    if (params.accumulates) {
+        sum = load_values<float, kVector>(row_of<float>(params.total, row, head) + column);
+    }
     for (int32_t first = begin; first < end; first += Traits::kInFlight) {
         Packed<Part, kVector> part[Traits::kInFlight];
         float scale[Traits::kInFlight];
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads)
             for (int c = 0; c < kVector; ++c) sum.x[c] = fmaf(scale[j], values.x[c], sum.x[c]);
         }
     }
-    store_values<float, kVector>(sum, total);
+    store_values_as(sum, params.total, row, head, column);
 }
 
 template <typename Traits>

@@ -20,7 +20,8 @@ int64_t forward_workspace_bytes(const ForwardWorkShape& shape);
 // `work` is the device copy of a ForwardWork: its items, then its merge rows.
 void forward(const ForwardParams& params, const int32_t* work, const ForwardWorkShape& shape);
 
-int64_t backward_workspace_bytes(const BackwardWorkShape& shape);
+// More where dk and dv are rounded: the parts of a split KV tile join in fp32.
+int64_t backward_workspace_bytes(const BackwardWorkShape& shape, DType gradient_dtype);
 
 // `work` is the device copy of a BackwardWork: its items, row tiles, then segments. dq must be
 // contiguous and dout have the dtype of q.
@@ -31,6 +32,8 @@ void merge(const MergeParams& params);
 void add(const AddParams& params);
 
 void encode(const EncodeParams& params);
+
+void pack(const PackParams& params);
 
 // sums[row, head] = sum over dim of a * b, fp32: delta, from dout and the merged out. CUDA alone,
 // so it checks all that it is given.

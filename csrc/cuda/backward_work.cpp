@@ -163,7 +163,10 @@ void emit_items(const std::vector<BackwardSegments>& segments, const BackwardPar
         item.kv_tile = static_cast<int32_t>(kv_tile);
         item.num_parts = static_cast<int32_t>(parts.of_kv_tile[kv_tile].size());
         if (item.num_parts == 0) work->unseen_kv_tiles.push_back(item.kv_tile);
-        if (item.num_parts > 1) item.split = static_cast<int32_t>(work->shape.num_splits++);
+        if (item.num_parts > 1) {
+            item.split = static_cast<int32_t>(work->split_kv_tiles.size());
+            work->split_kv_tiles.push_back(item.kv_tile);
+        }
     }
     for (int32_t band = 0; band < parts.num_bands; ++band) {
         int64_t num_before = 0;  // items of this band
@@ -294,6 +297,7 @@ BackwardWork build_backward_work(const BackwardWorkRequest& request) {
     shape.num_items = static_cast<int64_t>(work.items.size());
     shape.num_segments = static_cast<int64_t>(work.segments.size());
     shape.num_unseen_kv_tiles = static_cast<int64_t>(work.unseen_kv_tiles.size());
+    shape.num_splits = static_cast<int64_t>(work.split_kv_tiles.size());
     if (request.family == Family::kSm80) add_dq_list(request, &work);
     // In deterministic mode the order of KV tiles is that of their turns at dq, and an item must
     // not be handed out before one that it waits for.

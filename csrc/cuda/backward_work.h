@@ -76,7 +76,8 @@ struct BackwardWork {
     std::vector<BackwardSegment> segments;
     std::vector<ForwardItem> dq_items;     // sm_80 alone: for dq, which is then not added to
     std::vector<MergeRow> dq_merge_rows;   // sm_80 alone: rows of dq that are sums of parts
-    std::vector<int32_t> unseen_kv_tiles;  // that have no item; last, as they are not aligned
+    std::vector<int32_t> unseen_kv_tiles;  // that have no item; late, as they are not aligned
+    std::vector<int32_t> split_kv_tiles;   // the KV tile of each split; [num_splits]
     BackwardWorkShape shape;
 };
 

@@ -88,7 +88,12 @@ __global__ void __launch_bounds__(kWarpThreads* kWarpsPerCta)
             for (int c = 0; c < kVector; ++c) values[i][step].x[c] /= divisor;
             store_values<__half, kVector>(values[i][step], target + column);
         }
-        if (lane() == 0) *mutable_row_of<float>(params.scale, row, head) = scale;
+        if (lane() != 0) continue;
+        *mutable_row_of<float>(params.scale, row, head) = scale;
+        if (params.lse.data != nullptr) {
+            *mutable_row_of<float>(params.sent_lse, row, head) =
+                *row_of<float>(params.lse, row, head);
+        }
     }
 }
 

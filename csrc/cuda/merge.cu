@@ -10,15 +10,13 @@
 namespace splitkv::cuda {
 namespace {
 
-template <typename PartElement, typename OutElement, typename SlotsOf, int kColumns,
-          int kPartsInFlight>
+template <typename PartElement, typename SlotsOf, int kColumns, int kPartsInFlight>
 struct MergeTraits {
     using Part = PartElement;
-    using Out = OutElement;
     using Slots = SlotsOf;
     static constexpr int kVector = kColumns;  // columns of a thread
-    // A running result takes part as the first partial and is updated in place.
-    static constexpr bool kHasRunning = std::is_same_v<Slots, CsrSlots>;
+    // A running result, in fp32, takes part as the first partial and is updated in place.
+    static constexpr bool kMayHaveRunning = std::is_same_v<Slots, CsrSlots>;
     static constexpr int kInFlight = kPartsInFlight;
     // A CTA holds whole heads, as many as fit the usual number of threads: few, so that a merge of
     // few rows still uses many SMs. A head of 512 columns loaded one by one needs the most.
@@ -136,23 +134,24 @@ __global__ void __launch_bounds__(Traits::kMaxThreads)
 
     const SlotList list = list_of(params.slots, is_inside ? row_index : 0);
     // The forward that wrote the partials may still be ending; the list above is older than it.
-    if constexpr (!Traits::kHasRunning) wait_for_previous_kernel();
+    if constexpr (!Traits::kMayHaveRunning) wait_for_previous_kernel();
     float* lse = mutable_row_of<float>(params.lse, list.row, head);
-    auto* out = mutable_row_of<typename Traits::Out>(params.out, list.row, head) + column;
-    const float running = Traits::kHasRunning ? *lse : -INFINITY;
+    const bool has_running = Traits::kMayHaveRunning && params.accumulates;
+    const float running = has_running ? *lse : -INFINITY;
     const bool is_alone = list.count == 0 && isfinite(running);  // and stays as it is
     // On its way before the barrier.
-    Packed<typename Traits::Out, kVector> running_out{};
-    if (Traits::kHasRunning && list.count > 0) {
-        running_out = load_packed<typename Traits::Out, kVector>(out);
+    Packed<float, kVector> running_out{};
+    if (has_running && list.count > 0) {
+        running_out =
+            load_packed<float, kVector>(row_of<float>(params.out, list.row, head) + column);
     }
     // lse is written below, by one thread of the head, when all have read it.
-    if constexpr (Traits::kHasRunning) __syncthreads();
+    if constexpr (Traits::kMayHaveRunning) __syncthreads();
     if (!is_inside || is_alone) return;
     Merged<kVector> merged;
-    if constexpr (Traits::kHasRunning) {
+    if constexpr (Traits::kMayHaveRunning) {
         merged.rescale(running);
-        merged.add(running, 1.0f, unpack<typename Traits::Out, kVector>(running_out));
+        merged.add(running, 1.0f, unpack<float, kVector>(running_out));
     }
     for (int first = 0; first < list.count; first += Traits::kInFlight) {
         add_parts<Traits>(params, list, first, head, column, &merged);
@@ -163,7 +162,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads)
     for (int c = 0; c < kVector; ++c) {
         merged.out.x[c] = is_empty ? 0.0f : merged.out.x[c] / merged.sum;
     }
-    store_values<typename Traits::Out, kVector>(merged.out, out);
+    store_values_as(merged.out, params.out, list.row, head, column);
     if (column == 0) *lse = is_empty ? -INFINITY : merged.max + logf(merged.sum);
 }
 
@@ -180,7 +179,7 @@ void launch_merge(const MergeKernelParams<typename Traits::Slots>& params, void*
     config.block = dim3(static_cast<unsigned>(heads_in_cta * threads_per_head));
     config.cluster = no_cluster();
     config.stream = static_cast<cudaStream_t>(stream);
-    config.overlaps_previous = !Traits::kHasRunning;
+    config.overlaps_previous = !Traits::kMayHaveRunning;
     launch(merge_kernel<Traits>, config, params);
 }
 
@@ -188,9 +187,9 @@ template <typename Part, int kInFlight>
 void merge_csr(const MergeKernelParams<CsrSlots>& params, void* stream) {
     constexpr int kVector = kVectorBytes / sizeof(Part);
     if (is_wide(params.out, kVector) && is_wide(params.part_out, kVector)) {
-        launch_merge<MergeTraits<Part, float, CsrSlots, kVector, kInFlight>>(params, stream);
+        launch_merge<MergeTraits<Part, CsrSlots, kVector, kInFlight>>(params, stream);
     } else {
-        launch_merge<MergeTraits<Part, float, CsrSlots, 1, kInFlight>>(params, stream);
+        launch_merge<MergeTraits<Part, CsrSlots, 1, kInFlight>>(params, stream);
     }
 }
 
@@ -201,12 +200,6 @@ void merge_csr_of(const MergeKernelParams<CsrSlots>& params, int64_t num_slots, 
     } else {
         merge_csr<Part, kManyInFlight>(params, stream);
     }
-}
-
-template <typename Out>
-void merge_strided(const MergeKernelParams<StridedSlots>& params, void* stream) {
-    constexpr int kVector = kVectorBytes / sizeof(float);
-    launch_merge<MergeTraits<float, Out, StridedSlots, kVector, kManyInFlight>>(params, stream);
 }
 
 }  // namespace
@@ -220,14 +213,8 @@ void merge_split_rows(const Rows& out, const Rows& lse, const Rows& part_out, co
     params.part_lse = part_lse;
     params.slots.rows = rows;
     params.num_rows = num_rows;
-    switch (out.dtype) {
-        case DType::kFloat32:
-            return merge_strided<float>(params, stream);
-        case DType::kBFloat16:
-            return merge_strided<__nv_bfloat16>(params, stream);
-        case DType::kFloat16:
-            return merge_strided<__half>(params, stream);
-    }
+    constexpr int kVector = kVectorBytes / sizeof(float);
+    launch_merge<MergeTraits<float, StridedSlots, kVector, kManyInFlight>>(params, stream);
 }
 
 void merge(const MergeParams& params) {
@@ -242,6 +229,7 @@ void merge(const MergeParams& params) {
     kernel_params.slots.ptr = params.part_ptr;
     kernel_params.slots.slots = params.part_slots;
     kernel_params.num_rows = out.rows;
+    kernel_params.accumulates = params.accumulates;
     void* stream = params.launch.stream;
     switch (params.part_out.dtype) {
         case DType::kFloat32:

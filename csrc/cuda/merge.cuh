@@ -31,6 +31,7 @@ struct MergeKernelParams {
     Rows part_scale;  // [R, H, 1], fp32, factor of part_out; data is nullptr for 1
     Slots slots;
     int64_t num_rows;  // rows to merge
+    bool accumulates;  // out and lse hold a running result; never with StridedSlots
 };
 
 // Joins the split rows of a forward: overwrites out and lse of the rows named by `rows`.

@@ -130,6 +130,23 @@ __device__ __forceinline__ void store_values(const Values<kVector>& values, Elem
     *reinterpret_cast<Packed<Element, kVector>*>(target) = packed;
 }
 
+// Values of one head from a column on, in the dtype of the tensor.
+template <int kVector>
+__device__ __forceinline__ void store_values_as(const Values<kVector>& values, const Rows& tensor,
+                                                int64_t row, int64_t head, int column) {
+    switch (tensor.dtype) {
+        case DType::kFloat32:
+            return store_values<float, kVector>(values,
+                                                mutable_row_of<float>(tensor, row, head) + column);
+        case DType::kBFloat16:
+            return store_values<__nv_bfloat16, kVector>(
+                values, mutable_row_of<__nv_bfloat16>(tensor, row, head) + column);
+        case DType::kFloat16:
+            return store_values<__half, kVector>(
+                values, mutable_row_of<__half>(tensor, row, head) + column);
+    }
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int step = kWarpThreads / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);

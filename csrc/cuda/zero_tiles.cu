@@ -5,9 +5,10 @@ namespace splitkv::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kVectorBytes = 16;
 
 struct ZeroTilesParams {
-    Rows tensor;           // [rows, heads, dim], fp32
+    Rows tensor;           // [rows, heads, dim], any dtype
     const int32_t* tiles;  // [num_tiles]
     int64_t tile_rows;
 };
@@ -17,14 +18,15 @@ __global__ void __launch_bounds__(kThreads)
     zero_tiles_kernel(const __grid_constant__ ZeroTilesParams params) {
     const Rows& tensor = params.tensor;
     const int64_t first_row = params.tiles[blockIdx.x] * params.tile_rows;
-    float* head = static_cast<float*>(tensor.data) + blockIdx.y * tensor.head_stride;
-    const int vectors_per_row = static_cast<int>(tensor.dim / 4);
+    const int element_bytes = tensor.dtype == DType::kFloat32 ? 4 : 2;
+    char* head = static_cast<char*>(tensor.data) + blockIdx.y * tensor.head_stride * element_bytes;
+    const int vectors_per_row = static_cast<int>(tensor.dim) * element_bytes / kVectorBytes;
     const int num_vectors = static_cast<int>(params.tile_rows) * vectors_per_row;
     for (int i = static_cast<int>(threadIdx.x); i < num_vectors; i += kThreads) {
         const int64_t row = first_row + i / vectors_per_row;
         if (row >= tensor.rows) return;
-        float* target = head + row * tensor.row_stride + i % vectors_per_row * 4;
-        *reinterpret_cast<float4*>(target) = {0.0f, 0.0f, 0.0f, 0.0f};
+        char* target = head + row * tensor.row_stride * element_bytes;
+        reinterpret_cast<int4*>(target)[i % vectors_per_row] = {0, 0, 0, 0};
     }
 }
 

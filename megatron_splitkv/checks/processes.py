@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO
@@ -165,13 +165,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_ranks(module: str, argv: Sequence[str], size: int, timeout_s: float) -> int:
+def start_ranks(
+    module: str,
+    argv: Sequence[str],
+    size: int,
+    timeout_s: float,
+    watch: Callable[[], None] = lambda: None,
+) -> int:
     """Runs `python -m module argv` on `size` local ranks, as torchrun would.
 
     The first rank writes to this terminal; what the others wrote is shown if they failed.
 
     Args:
         timeout_s: for the whole run, after which every rank is ended.
+        watch: called again and again while they run.
     Returns:
         The exit code: 0 if every rank left with 0, else that of the first rank that did not.
     """
@@ -196,7 +203,7 @@ def start_ranks(module: str, argv: Sequence[str], size: int, timeout_s: float) -
             for rank, log in enumerate(logs)
         ]
         try:
-            code = _wait_for(processes, time.monotonic() + timeout_s, timeout_s)
+            code = _wait_for(processes, timeout_s, watch)
         finally:
             _end(processes)
         for rank, (process, log) in enumerate(zip(processes, logs, strict=True)):
@@ -216,9 +223,10 @@ def _log_file() -> IO[str]:
 
 
 def _wait_for(
-    processes: Sequence["subprocess.Popen[bytes]"], deadline: float, timeout_s: float
+    processes: Sequence["subprocess.Popen[bytes]"], timeout_s: float, watch: Callable[[], None]
 ) -> int:
-    """Waits for all ranks, or shortly beyond a first failure, or until the deadline."""
+    """Waits for all ranks, or shortly beyond a first failure, or until the time is over."""
+    deadline = time.monotonic() + timeout_s
     first_failure = 0
     while any(process.poll() is None for process in processes):
         codes = [process.returncode for process in processes if process.returncode]
@@ -230,6 +238,7 @@ def _wait_for(
             why = "after another rank failed" if first_failure else f"after {timeout_s:.0f} s"
             print(f"ranks {running} were still running {why} and were ended", file=sys.stderr)
             return first_failure or 1
+        watch()
         time.sleep(POLL_S)
     return next((abs(process.returncode) for process in processes if process.returncode), 0)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_splitkv.comm.symmetric import SymmetricTransport, is_preferred, reason_against
+from megatron_splitkv.comm.symmetric import SymmetricTransport, reason_against
 from megatron_splitkv.comm.transport import Counts, Pending, Transport, empty_rows
 
 
@@ -141,8 +141,7 @@ def transport_of(
     """The group as a transport for tensors on `device`; None for a group of one.
 
     All ranks of the group must call it together. "auto" is symmetric memory where the GPUs of an
-    NCCL group can read each other's and CUDA_DEVICE_MAX_CONNECTIONS is not 1, else the backend of
-    the group.
+    NCCL group can read each other's, else the backend of the group.
 
     Args:
         group: the context-parallel group.
@@ -174,7 +173,7 @@ def transport_of(
             "--distributed-backend nccl, or --splitkv-transport gloo to stage all rows through "
             "host memory, which is slow and meant for several processes on one GPU"
         )
-    if (choice, backend) == ("auto", "nccl") and is_preferred(group, device):
+    if (choice, backend) == ("auto", "nccl") and reason_against(group, device) is None:
         return SymmetricTransport(group, device)
     return ProcessGroupTransport(group=group)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from megatron_splitkv.comm.transport import Pending, Transport, empty_rows
 from megatron_splitkv.config import WIRE_ALIGNMENT_BYTES
 from megatron_splitkv.layout import ExchangeStage
-
-_WIDEST = torch.int64  # rows are copied in elements of this size where their bytes allow it
+from megatron_splitkv.ops.native import Rows, rows_at
+from megatron_splitkv.ops.pack import has_dense_rows, run_pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,13 @@ class RowFormat:
             into = empty_rows(
                 len(tensors[0] if rows is None else rows), self.row_bytes, tensors[0].device
             )
-        packed = self.cleared(into)
-        for field, tensor in zip(self.unpack(packed), tensors, strict=True):
-            _copy_rows(field, tensor, rows)
-        return packed
+        inside = _inside(self)
+        sources = [
+            _with_dense_rows(tensor.to(dtype))
+            for tensor, (_, dtype) in zip(tensors, self.fields, strict=True)
+        ]
+        run_pack(into, sources, inside.begins, rows)
+        return into
 
     def cleared(self, packed: Tensor) -> Tensor:
         """Packed rows to be written through `unpack`; bytes between fields are zero."""
@@ -66,12 +69,28 @@ class RowFormat:
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         """Views the fields of packed rows, `[num_rows, *shape]` each; no copy."""
-        if len(self.fields) == 1 and not _inside(self).has_gaps:
-            ((shape, dtype),) = self.fields
-            return [packed.view(dtype).view(len(packed), *shape)]
+        num_rows, inside = packed.shape[0], _inside(self)
+        of_dtype = {dtype: packed.view(dtype) for dtype in inside.dtypes}
+        fields: list[Tensor] = []
+        for (shape, dtype), begin, strides in zip(
+            self.fields, inside.begins, inside.strides, strict=True
+        ):
+            whole = of_dtype[dtype]
+            offset = whole.storage_offset() + begin // dtype.itemsize
+            fields.append(whole.as_strided((num_rows, *shape), strides, offset))
+        return fields
+
+    def rows(self, packed: Tensor) -> list[Rows]:
+        """What `unpack` gives, as kernels see it, for fields `[heads, dim]` and `[heads]`.
+
+        It holds addresses alone: the caller keeps `packed` alive.
+        """
+        num_rows, address, inside = packed.shape[0], packed.data_ptr(), _inside(self)
         return [
-            packed[:, begin:end].view(dtype).view(len(packed), *shape)
-            for (shape, dtype), (begin, end) in zip(self.fields, _inside(self).places, strict=True)
+            rows_at(address + begin, dtype, (num_rows, *shape), strides)
+            for (shape, dtype), begin, strides in zip(
+                self.fields, inside.begins, inside.strides, strict=True
+            )
         ]
 
 
@@ -79,12 +98,16 @@ class _Inside(NamedTuple):
     """What follows from a format.
 
     Attributes:
-        places: bytes `[begin, end)` of each field in a row.
+        begins: first byte of each field in a row.
+        strides: of each field's elements in packed rows.
+        dtypes: of the fields, each once.
         row_bytes: of a row.
         has_gaps: there are bytes between fields.
     """
 
-    places: tuple[tuple[int, int], ...]
+    begins: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
     row_bytes: int
     has_gaps: bool
 
@@ -93,41 +116,23 @@ class _Inside(NamedTuple):
 def _inside(row_format: RowFormat) -> _Inside:
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in row_format.fields]
     padded = [-(-size // WIRE_ALIGNMENT_BYTES) * WIRE_ALIGNMENT_BYTES for size in sizes]
-    begins = list(accumulate(padded, initial=0))
-    places = tuple((begin, begin + size) for begin, size in zip(begins, sizes, strict=False))
-    return _Inside(places=places, row_bytes=begins[-1], has_gaps=padded != sizes)
+    *begins, row_bytes = accumulate(padded, initial=0)
+    return _Inside(
+        begins=tuple(begins),
+        strides=tuple(_strides(shape, row_bytes // d.itemsize) for shape, d in row_format.fields),
+        dtypes=tuple({dtype for _, dtype in row_format.fields}),
+        row_bytes=row_bytes,
+        has_gaps=padded != sizes,
+    )
 
 
-def _copy_rows(target: Tensor, source: Tensor, rows: Tensor | None) -> None:
-    """`target[i] = source[rows[i]]`, in one pass over memory where the dtypes agree."""
-    if rows is None:
-        target.copy_(source)
-    elif source.dtype != target.dtype:
-        target.copy_(source.index_select(0, rows))
-    else:
-        wide_source, wide_target = _widened(source), _widened(target)
-        if wide_source is not None and wide_target is not None:
-            source, target = wide_source, wide_target
-        torch.index_select(source, 0, rows, out=target)
+def _strides(shape: tuple[int, ...], row_stride: int) -> tuple[int, ...]:
+    """Of dense elements `shape` in rows that far apart."""
+    return row_stride, *(prod(shape[dim:]) for dim in range(1, len(shape) + 1))
 
 
-def _widened(tensor: Tensor) -> Tensor | None:
-    """Rows as int64, `[T, row_bytes / 8]`; None where they are not dense or not aligned."""
-    (num_rows, *shape), (row_stride, *strides) = tensor.shape, tensor.stride()
-    row_elements = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != row_elements:
-            return None
-        row_elements *= size
-    per_wide = _WIDEST.itemsize // tensor.element_size()
-    if (
-        tensor.data_ptr() % _WIDEST.itemsize
-        or tensor.storage_offset() % per_wide
-        or row_stride % per_wide
-        or row_elements % per_wide
-    ):
-        return None
-    return tensor.view(num_rows, row_elements).view(_WIDEST)
+def _with_dense_rows(tensor: Tensor) -> Tensor:
+    return tensor if has_dense_rows(tensor) else tensor.contiguous()
 
 
 def gather_rows(

@@ -37,6 +37,11 @@ def wait_for_flag(stream: torch.cuda.Stream, address: int, value: int) -> None:
     _call("cuStreamWaitValue32_v2", stream.cuda_stream, address, value & _WORD, _WAIT_GEQ)
 
 
+def has_reached(flag: int, value: int) -> bool:
+    """What `wait_for_flag` waits for, of a flag that the host reads."""
+    return (flag - value) & _WORD < 1 << 31
+
+
 def copy_bytes(stream: torch.cuda.Stream, target: int, source: int, num_bytes: int) -> None:
     """Copies between two addresses that are mapped here, of this device or of a peer.
 

@@ -13,13 +13,14 @@ A rank that stalls holds back the streams of the others; after the timeout of th
 processes end.
 """
 
-import os
 import socket
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
@@ -30,6 +31,7 @@ from megatron_splitkv.comm.regions import Regions
 from megatron_splitkv.comm.stream_ops import (
     FLAG_BYTES,
     copy_bytes,
+    has_reached,
     wait_for_flag,
     write_flag,
 )
@@ -74,8 +76,13 @@ class SymmetricTransport:
         self._regions = Regions(FIRST_BYTES)
         self._buffers = self._mapped(FIRST_BYTES)
         self._retired: list[_Mapped] = []
+        # Number of the last collective that this rank received all of, where the host can read it.
+        self._finished = _host_word()
+        finished = self._finished.numpy()
         self._watchdog = Watchdog(
-            f"symmetric memory of rank {self.rank}", _timeout_s(group, self._device)
+            f"symmetric memory of rank {self.rank}",
+            _timeout_s(group, self._device),
+            lambda number: has_reached(int(finished[0]), number),
         )
 
     @property
@@ -84,12 +91,15 @@ class SymmetricTransport:
         buffers = [*self._retired, self._buffers]
         return sum(buffer.of[self.rank].numel() for buffer in buffers)
 
+    def another(self) -> "SymmetricTransport":
+        """One for the same ranks, with buffers of its own; all ranks must call it together."""
+        return SymmetricTransport(self._group, self._device)
+
     def send_buffer(self, counts: Counts, row_bytes: int, device: torch.device) -> Tensor:
         """See `Transport.send_buffer`."""
         assert self._prepared is None, "the exchange of a send buffer must follow it"
-        self._prepared = self._take(places_of(counts, self.rank, row_bytes))
-        num_rows = int(counts[self.rank].sum())
-        return self._at(self._prepared, num_rows * row_bytes).view(num_rows, row_bytes)
+        place = self._prepared = self._take(places_of(counts, self.rank, row_bytes))
+        return self._at(place, place.where.sending // row_bytes, row_bytes)
 
     def exchange(self, rows: Tensor, counts: Counts) -> Pending:
         """See `Transport.exchange`."""
@@ -97,13 +107,12 @@ class SymmetricTransport:
         place, self._prepared = self._prepared, None
         if place is None:
             place = self._take(places_of(counts, self.rank, row_bytes))
-            self._at(place, rows.numel()).copy_(rows.view(-1))
-        coming = place.where.coming
-        received = rows.new_empty(sum(coming) // row_bytes, row_bytes)
-        if coming[self.rank]:
-            target = received.data_ptr() + sum(coming[: self.rank])
-            own = rows.data_ptr() + place.where.begins[self.rank]
-            copy_bytes(self._caller, target, own, coming[self.rank])
+            self._at(place, *rows.shape).copy_(rows)
+        where, mine = place.where, self.rank
+        received = rows.new_empty(where.targets[-1] // row_bytes, row_bytes)
+        if where.coming[mine]:
+            target, own = received.data_ptr() + where.targets[mine], rows.data_ptr()
+            copy_bytes(self._caller, target, own + where.begins[mine], where.coming[mine])
         return self._collective(place, received)
 
     def all_gather(self, rows: Tensor) -> Pending:
@@ -113,8 +122,10 @@ class SymmetricTransport:
         each = rows.numel()
         assert self._prepared is None, "the exchange of a send buffer must follow it"
         readers = [rank for rank in range(self.size) if rank != self.rank and each]
-        place = self._take(Places(each, [0] * self.size, [each] * self.size, readers))
-        self._at(place, each).copy_(rows.view(-1))
+        targets = [each * rank for rank in range(self.size + 1)]
+        where = Places(each, each, [0] * self.size, [each] * self.size, targets, readers)
+        place = self._take(where)
+        self._at(place, *rows.shape).copy_(rows)
         return self._collective(place, received)
 
     def _collective(self, place: "_Place", received: Tensor) -> Pending:
@@ -125,21 +136,21 @@ class SymmetricTransport:
             received: memory for the rows of each rank, in rank order; the own ones are there.
         """
         mine, stream = self._caller, self._stream
-        coming, begins = place.where.coming, place.where.begins
+        coming, begins, targets = place.where.coming, place.where.begins, place.where.targets
         for reader in place.where.readers:
             write_flag(mine, self._flag(reader, self.rank), place.number)
         stream.wait_stream(mine)  # it owns the memory of `received`
-        targets = [received.data_ptr() + before for before in accumulate(coming, initial=0)]
         for step in range(1, self.size):
             source = (self.rank + step) % self.size  # not all ranks at one source
             if coming[source] == 0:
                 continue
             shown = self._buffers.of[source].data_ptr() + place.begin + begins[source]
             wait_for_flag(stream, self._flag(self.rank, source), place.number)
-            copy_bytes(stream, targets[source], shown, coming[source])
+            copy_bytes(stream, received.data_ptr() + targets[source], shown, coming[source])
             write_flag(stream, self._flag(source, self.size + self.rank), place.number)
+        write_flag(stream, self._finished.data_ptr(), place.number)
+        self._watchdog.watch(place.number)
         is_received = stream.record_event()
-        self._watchdog.watch(is_received)
         self._unawaited[place.number] = received
 
         def finish() -> Tensor:
@@ -171,9 +182,11 @@ class SymmetricTransport:
             wait_for_flag(stream, self._flag(self.rank, self.size + reader), number)
         return _Place(begin=begin, number=self._number, where=where)
 
-    def _at(self, place: "_Place", num_bytes: int) -> Tensor:
-        """The own rows in a place, `[num_bytes]` uint8."""
-        return self._buffers.of[self.rank][place.begin : place.begin + num_bytes]
+    def _at(self, place: "_Place", num_rows: int, row_bytes: int) -> Tensor:
+        """The own rows in a place, `[num_rows, row_bytes]` uint8."""
+        own = self._buffers.of[self.rank]
+        begin = own.storage_offset() + place.begin
+        return own.as_strided((num_rows, row_bytes), (row_bytes, 1), begin)
 
     def _grow(self, capacity: int) -> None:
         """Takes larger buffers, on all ranks alike.
@@ -212,14 +225,18 @@ class Places(NamedTuple):
 
     Attributes:
         size: what holds the rows of any rank.
+        sending: how much of it holds those of this one.
         begins: for each rank, where in its region begins what is for this one.
         coming: how much that is.
+        targets: where it goes in what this rank receives, and at last the end of that.
         readers: other ranks that pull from this one.
     """
 
     size: int
+    sending: int
     begins: Sequence[int]
     coming: Sequence[int]
+    targets: Sequence[int]
     readers: Sequence[int]
 
 
@@ -245,14 +262,21 @@ class _Mapped(NamedTuple):
 
 
 def places_of(counts: Counts, rank: int, row_bytes: int) -> Places:
-    """Where the rows of an exchange lie for this rank."""
+    """Where the rows of an exchange lie for this rank; worked out once for all layers."""
+    return _places_of(counts.tobytes(), len(counts), rank, row_bytes)
+
+
+@lru_cache(maxsize=256)
+def _places_of(counts_bytes: bytes, size: int, rank: int, row_bytes: int) -> Places:
+    sizes = np.frombuffer(counts_bytes, dtype=np.int64).reshape(size, size) * row_bytes
+    coming = sizes[:, rank].tolist()
     return Places(
-        size=int(counts.sum(axis=1).max()) * row_bytes,
-        begins=(counts[:, :rank].sum(axis=1) * row_bytes).tolist(),
-        coming=(counts[:, rank] * row_bytes).tolist(),
-        readers=[
-            reader for reader, num in enumerate(counts[rank].tolist()) if num and reader != rank
-        ],
+        size=int(sizes.sum(axis=1).max()),
+        sending=int(sizes[rank].sum()),
+        begins=tuple(sizes[:, :rank].sum(axis=1).tolist()),
+        coming=tuple(coming),
+        targets=tuple(accumulate(coming, initial=0)),
+        readers=tuple(peer for peer in range(size) if sizes[rank, peer] and peer != rank),
     )
 
 
@@ -286,19 +310,6 @@ def reason_against(group: ProcessGroup, device: torch.device) -> str | None:
     return f"ranks {cut_off} cannot read the memory of all the others' GPUs" if cut_off else None
 
 
-def is_preferred(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks had better read each other's memory than send it, the same on all of them.
-
-    Not with a single connection to the GPU, which Megatron asks for: there a wait for a peer may
-    hold back the attention that was launched behind it. All ranks of the group must call it
-    together.
-    """
-    has_one_connection = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    if any(_gathered(has_one_connection, group)):
-        return False
-    return reason_against(group, device) is None
-
-
 def _gathered[T](value: T, group: ProcessGroup) -> list[T]:
     """The value of every rank."""
     values: list[T | None] = [None] * group.size()
@@ -310,6 +321,11 @@ def _timeout_s(group: ProcessGroup, device: torch.device) -> float:
     """Of the collectives of a group."""
     backend = group._get_backend(device)  # pyright: ignore[reportPrivateUsage]
     return backend.options._timeout.total_seconds()  # pyright: ignore[reportPrivateUsage]
+
+
+def _host_word() -> Tensor:
+    """A zero that the GPU may write at the address that the host reads, `[1]` int32."""
+    return torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
 
 def _index(device: torch.device) -> int:

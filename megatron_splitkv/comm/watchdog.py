@@ -1,60 +1,66 @@
 """Ends a process whose GPU waits for a rank that is gone, as NCCL does for its collectives."""
 
+import faulthandler
 import os
-import sys
 import threading
 import time
 from collections import deque
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 POLL_S = 1.0
-
-
-class Event(Protocol):
-    """What says whether work of a GPU is done, as `torch.cuda.Event` does."""
-
-    def query(self) -> bool: ...
+STDERR = 2  # Python's own stream may be closed, replaced, or locked by a thread that waits
 
 
 class _Watched(NamedTuple):
-    event: Event
+    number: int
     since: float
 
 
 class Watchdog:
-    """Watches events that come true in the order in which they are given to it."""
+    """Watches collectives that finish in the order of their numbers.
 
-    def __init__(self, name: str, timeout_s: float) -> None:
+    It asks CUDA nothing and holds nothing of it: while another thread copies to the host behind
+    work of a GPU that cannot go on, even to drop an event that came true waits for that copy.
+    """
+
+    def __init__(self, name: str, timeout_s: float, has_finished: Callable[[int], bool]) -> None:
         """Watches nothing yet.
 
         Args:
             name: of what is watched, for the message.
-            timeout_s: an event that takes longer ends the process.
+            timeout_s: a collective that takes longer ends the process.
+            has_finished: whether the collective of this number has.
         """
-        self._name, self._timeout_s = name, timeout_s
+        self._name, self._timeout_s, self._has_finished = name, timeout_s, has_finished
         self._watched: deque[_Watched] = deque()
         self._thread: threading.Thread | None = None
 
-    def watch(self, event: Event) -> None:
-        """Expects the event within the timeout from now on."""
-        self._watched.append(_Watched(event, time.monotonic()))
+    def watch(self, number: int) -> None:
+        """Expects this collective to finish within the timeout from now on."""
+        self._watched.append(_Watched(number, time.monotonic()))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
-    def is_overdue(self) -> bool:
-        """Forgets events that came true, and says whether one is late."""
-        while self._watched and self._watched[0].event.query():
+    def overdue(self) -> int | None:
+        """Forgets what has finished, and gives the number of a collective that is late."""
+        while self._watched and self._has_finished(self._watched[0].number):
             self._watched.popleft()
-        return bool(self._watched) and time.monotonic() > self._watched[0].since + self._timeout_s
+        if self._watched and time.monotonic() > self._watched[0].since + self._timeout_s:
+            return self._watched[0].number
+        return None
 
     def _run(self) -> None:
-        while not self.is_overdue():
+        while (number := self.overdue()) is None:
             time.sleep(POLL_S)
         message = (
-            f"{self._name} has waited for {self._timeout_s:.0f} s: another rank of the group has "
-            "stopped or is late; this process ends, as its GPU cannot go on\n"
+            f"{self._name}: collective {number} has not finished for {self._timeout_s:g} s: "
+            "another rank of the group has stopped or is late; this process ends, as its GPU "
+            "cannot go on. If that rank is only slow, give a longer --distributed-timeout-minutes\n"
         )
-        sys.stderr.write(message)
-        sys.stderr.flush()
-        os.abort()
+        try:
+            os.write(STDERR, message.encode())
+            faulthandler.dump_traceback(STDERR)
+        finally:
+            os.abort()

@@ -45,7 +45,8 @@ class ExchangeStage:
             same on all of them.
         is_all_gather: every rank sends all its rows to every other one, equally many.
         intervals: keys that the `R` received rows see here.
-        returned: local query rows `[begin, end)` that get something back, the first to the last.
+        returned: local query rows `[begin, end)` that get something back, the first to the last;
+            all of them where none has been done before.
         return_ptr, return_slots: CSR over these rows, int32 `[end - begin + 1]` and `[S]`: which
             of the S returned partials belong to each row, in rank order.
     """
@@ -94,6 +95,11 @@ class ShardLayout:
     def num_kv_rows(self) -> int:
         """KV rows that live on this rank."""
         return self.kv_index.numel()
+
+    @property
+    def has_own_part(self) -> bool:
+        """Whether own query rows have a result before a stage brings them one."""
+        return self.own is not None or self.block is not None
 
     def to(self, device: torch.device | str) -> Self:
         """The same layout with its tensors on `device`, except those that stay on the host."""
@@ -191,8 +197,10 @@ class _StageBuilder:
         sent = np.concatenate([expand_ranges(stage.ranges(rank, peer)) for peer in ranks])
         received = np.concatenate([expand_ranges(stage.ranges(peer, rank)) for peer in ranks])
         send_rows = np.searchsorted(owned, sent)
-        begin = int(send_rows.min(initial=len(owned)))
-        end = int(send_rows.max(initial=begin - 1)) + 1
+        begin, end = 0, len(owned)
+        if not self.exchange.is_joint:
+            begin = int(send_rows.min(initial=end))
+            end = int(send_rows.max(initial=begin - 1)) + 1
         times_sent = np.bincount(send_rows - begin, minlength=end - begin)
         pointers = np.concatenate([[0], np.cumsum(times_sent)]).astype(np.int32)
         return ExchangeStage(

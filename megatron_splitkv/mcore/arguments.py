@@ -108,8 +108,7 @@ def _add_exchange_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
         default=defaults.transport,
         metavar="{auto,nccl,symmetric,gloo}",
         help="what rows travel by: symmetric has the GPUs of one host read each other's memory by "
-        "copy engines; auto is that where it can be had and CUDA_DEVICE_MAX_CONNECTIONS is not 1, "
-        "as Megatron asks on Hopper, else the backend of the process group; "
+        "copy engines; auto is that where it can be had, else the backend of the process group; "
         "gloo stages the rows of a GPU through host memory, for processes that share one "
         "(default: %(default)s)",
     )

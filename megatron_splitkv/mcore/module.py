@@ -1,5 +1,6 @@
 """`SplitKVAttention`: core attention of a Megatron layer, beside TP, PP, DP and EP."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -164,7 +165,8 @@ class SplitKVAttention(MegatronModule):
             name = self.book.transport_name(self.cp_group, q.device)
             self.on_call(plan, attention_shape(q, v), name)
         out, _ = splitkv_attention(
-            q, k, v, self._context(plan, q.device), softmax_scale=self.softmax_scale,
+            *without_company(q, k, v), self._context(plan, q.device),
+            softmax_scale=self.softmax_scale,
             sink=None if self.softmax_offset is None else self.softmax_offset.float(),
         )  # fmt: skip
         return out
@@ -215,6 +217,23 @@ def _drop_extra_state(
 ) -> None:
     """Transformer Engine's attention saves its fp8 scales, none here, in `torch` checkpoints."""
     state_dict.pop(f"{prefix}_extra_state", None)
+
+
+def without_company(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, those copied whose memory also holds what is none of them.
+
+    Keys and values come as views of the fused projection, often beside a query that went on as a
+    copy. Kept for the backward pass, such a view would keep all of the projection.
+    """
+    ours: Counter[int] = Counter()
+    for tensor in tensors:
+        ours[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+    return tuple(
+        tensor.clone(memory_format=torch.contiguous_format)
+        if ours[storage.data_ptr()] < storage.nbytes()
+        else tensor
+        for tensor, storage in ((tensor, tensor.untyped_storage()) for tensor in tensors)
+    )
 
 
 def attention_shape(q: Tensor, v: Tensor) -> AttentionShape:

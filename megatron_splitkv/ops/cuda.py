@@ -1,5 +1,7 @@
 """What the ops share on CUDA: what the kernels refuse, and the work list of a call."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -26,26 +28,26 @@ def check_supported(q: Tensor, v: Tensor) -> None:
     Raises:
         UnsupportedError: the build, the device, the dtype or the head dims have no kernel.
     """
-    message = _refusal(q, v)
+    message = _refusal(q.device, q.dtype, (q.shape[2], v.shape[2]))
     if message is not None:
         raise UnsupportedError(message)
 
 
-def _refusal(q: Tensor, v: Tensor) -> str | None:
+@cache
+def _refusal(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
     if not is_built():
         return (
-            f"q is on {q.device}, but this build holds CPU kernels only; install megatron_splitkv "
+            f"q is on {device}, but this build holds CPU kernels only; install megatron_splitkv "
             "again where nvcc is on the PATH"
         )
-    capability = device_capability(q.device)
+    capability = device_capability(device)
     if capability < _OLDEST:
         return (
-            f"{q.device} has compute capability {capability[0]}.{capability[1]}, needs 8.0 (A100) "
+            f"{device} has compute capability {capability[0]}.{capability[1]}, needs 8.0 (A100) "
             "or later; run on the CPU"
         )
-    if q.dtype not in DTYPES:
-        return f"q has dtype {q.dtype}, needs bfloat16 or float16 on CUDA; convert q, k and v"
-    dims = (q.shape[2], v.shape[2])
+    if dtype not in DTYPES:
+        return f"q has dtype {dtype}, needs bfloat16 or float16 on CUDA; convert q, k and v"
     if dims not in HEAD_DIMS:
         need = ", ".join(map(str, HEAD_DIMS))
         return f"head dims (qk, v) are {dims}, need one of {need} on CUDA; pad q, k and v"

@@ -5,6 +5,7 @@ from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.ops.native import (
+    Rows,
     as_rows,
     check_no_grad,
     check_tensor,
@@ -14,7 +15,13 @@ from megatron_splitkv.ops.native import (
 )
 
 
-def encode_partials_(encoded: Tensor, scale: Tensor, values: Tensor) -> None:
+def encode_partials_(
+    encoded: Tensor,
+    scale: Tensor,
+    values: Tensor,
+    sent_lse: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> None:
     """Writes values as fp16 times a scale, the largest magnitude of each (row, head).
 
     An element is off by at most 2^-11 of itself, and below 2^-14 of its row's largest by 2^-25 of
@@ -25,30 +32,48 @@ def encode_partials_(encoded: Tensor, scale: Tensor, values: Tensor) -> None:
         encoded: `[R, H, D]`, fp16, overwritten.
         scale: `[R, H]`, fp32, overwritten; `merge_partials_` and `add_partials_` take both.
         values: `[R, H, D]`, fp32.
+        sent_lse: `[R, H]`, fp32, overwritten by lse in the same pass; None where values have none.
+        lse: `[R, H]`, fp32, given together with sent_lse.
     Raises:
-        ValueError: shapes, dtypes, devices or strides disagree, or values requires a gradient.
+        ValueError: shapes, dtypes, devices or strides disagree, one of sent_lse and lse is missing,
+            or values requires a gradient.
         UnsupportedError: there is no kernel for the device of values.
     """
     fp32, device = (torch.float32,), values.device
     check_tensor("values", values, shape=(-1, -1, -1), dtypes=fp32, device=device)
     check_tensor("encoded", encoded, shape=values.shape, dtypes=(torch.float16,), device=device)
     check_tensor("scale", scale, shape=values.shape[:2], dtypes=fp32, device=device)
+    if (sent_lse is None) != (lse is None):
+        raise ValueError("sent_lse and lse go together; give both or none")
+    if sent_lse is not None and lse is not None:
+        for name, tensor in (("sent_lse", sent_lse), ("lse", lse)):
+            check_tensor(name, tensor, shape=values.shape[:2], dtypes=fp32, device=device)
     check_no_grad("encode_partials_", values=values)
-    torch.ops.megatron_splitkv.encode_partials_.default(encoded, scale, values)
+    torch.ops.megatron_splitkv.encode_partials_.default(encoded, scale, values, sent_lse, lse)
 
 
-def _encode(encoded: Tensor, scale: Tensor, values: Tensor) -> None:
+def run_encode(
+    encoded: Tensor | Rows,
+    scale: Tensor | Rows,
+    values: Tensor,
+    sent_lse: Tensor | Rows | None = None,
+    lse: Tensor | None = None,
+) -> None:
+    """`encode_partials_` without its checks, for callers that made the arguments themselves."""
     _kernels.encode(
         values=as_rows(values),
         encoded=as_rows(encoded),
         scale=as_rows(scale),
+        lse=None if lse is None else as_rows(lse),
+        sent_lse=None if sent_lse is None else as_rows(sent_lse),
         launch=launch_on(values.device),
     )
 
 
 register_op(
     "encode_partials_",
-    "(Tensor(a!) encoded, Tensor(b!) scale, Tensor values) -> ()",
-    native=_encode,
+    "(Tensor(a!) encoded, Tensor(b!) scale, Tensor values, Tensor(c!)? sent_lse=None, "
+    "Tensor? lse=None) -> ()",
+    native=run_encode,
     fake=no_outputs,
 )

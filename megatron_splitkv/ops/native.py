@@ -35,7 +35,7 @@ def check_tensor(
         ValueError: wrong shape, dtype or device, or the last dimension is not contiguous.
     """
     got = tensor.shape
-    if not _fits(got, shape):
+    if got != shape and not _fits(got, shape):
         need = ", ".join("any" if size == -1 else str(size) for size in shape)
         raise ValueError(f"{name} has shape {list(got)}, needs [{need}]")
     if tensor.dtype not in dtypes:
@@ -73,15 +73,24 @@ def check_attention_inputs(
     Raises:
         ValueError: shapes, dtypes, devices or strides disagree.
     """
+    check_attention_tensors(q, k, v)
+    int32, intervals = (torch.int32,), (q.shape[0],)
+    check_tensor("kv_begin", kv_begin, shape=intervals, dtypes=int32, device=q.device)
+    check_tensor("kv_end", kv_end, shape=intervals, dtypes=int32, device=q.device)
+
+
+def check_attention_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Checks query rows, `[Tq, Hq, D]`, against keys `[Tk, Hkv, D]` and values `[Tk, Hkv, Dv]`.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides disagree.
+    """
     device = q.device
     check_tensor("q", q, shape=(-1, -1, -1), dtypes=INPUT_DTYPES, device=device)
-    num_rows, num_heads_q, head_dim_qk = q.shape
+    _, num_heads_q, head_dim_qk = q.shape
     check_tensor("k", k, shape=(-1, -1, head_dim_qk), dtypes=(q.dtype,), device=device)
     num_keys, num_heads_kv, _ = k.shape
     check_tensor("v", v, shape=(num_keys, num_heads_kv, -1), dtypes=(q.dtype,), device=device)
-    int32 = (torch.int32,)
-    check_tensor("kv_begin", kv_begin, shape=(num_rows,), dtypes=int32, device=device)
-    check_tensor("kv_end", kv_end, shape=(num_rows,), dtypes=int32, device=device)
     if num_heads_kv == 0 or num_heads_q % num_heads_kv != 0:
         raise ValueError(
             f"q has {num_heads_q} heads, needs a multiple of the {num_heads_kv} heads of k and v"
@@ -128,24 +137,36 @@ def refusal(op: str, tensor: Tensor) -> UnsupportedError:
     )
 
 
-def as_rows(tensor: Tensor) -> _kernels.Rows:
+Rows = _kernels.Rows
+
+
+def as_rows(tensor: Tensor | Rows) -> Rows:
     """A `[rows, heads, dim]` or `[rows, heads]` tensor as the kernels see it: its address."""
-    rows, heads, *dim = tensor.shape
-    row_stride, head_stride, *_ = tensor.stride()
-    return _kernels.Rows(
-        data=tensor.data_ptr(),
-        dtype=_NATIVE_DTYPES[tensor.dtype],
-        rows=rows,
-        heads=heads,
-        dim=dim[0] if dim else 1,
-        row_stride=row_stride,
-        head_stride=head_stride,
-    )
+    if isinstance(tensor, Rows):
+        return tensor
+    return rows_at(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def rows_at(address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Rows:
+    """What `as_rows` would give for a tensor there; strides in elements."""
+    return Rows(data=address, dtype=native_dtype(dtype), shape=shape, strides=strides)
+
+
+def written_by_kernel(tensor: Tensor) -> Tensor:
+    """Where a kernel that need not accumulate writes a result: the CPU kernels know fp32 alone."""
+    if tensor.is_cuda or tensor.dtype == torch.float32:
+        return tensor
+    return torch.empty_like(tensor, dtype=torch.float32)
 
 
 def as_address(tensor: Tensor | None) -> int:
     """Where the elements lie, 0 for None; the caller keeps the tensor alive while it is used."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def native_dtype(dtype: torch.dtype) -> _kernels.DType:
+    """An element type as the kernels name it."""
+    return _NATIVE_DTYPES[dtype]
 
 
 def native_device(device: torch.device) -> _kernels.Device:

@@ -21,6 +21,7 @@ from megatron_splitkv.ops.native import (
     check_tensor,
     launch_on,
     native_device,
+    native_dtype,
     register_op,
 )
 from megatron_splitkv.ops.work_lists import WorkLists
@@ -80,6 +81,32 @@ def partial_attention(
     )
 
 
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    *,
+    softmax_scale: float,
+    out_dtype: torch.dtype,
+    work: WorkLists | None,
+) -> tuple[Tensor, Tensor]:
+    """`partial_attention` for callers that have checked the tensors."""
+    on_device = forward_work(q, k, v, work) if q.is_cuda else None
+    return _forward(
+        q,
+        k,
+        v,
+        kv_begin,
+        kv_end,
+        softmax_scale=softmax_scale,
+        out_dtype=out_dtype,
+        work=None if on_device is None else on_device.items,
+        work_shape=() if on_device is None else on_device.shape,
+    )
+
+
 def partial_attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -115,11 +142,12 @@ def partial_attention_backward(
         delta: `rowsum(dout * out)` of the merged output, `[Tq, Hq]`, fp32.
         kv_begin: first visible key of each row, `[Tq]`, int32.
         kv_end: one past the last visible key of each row, `[Tq]`, int32.
-        dk: `[Tk, Hkv, D]`, fp32, accumulated into.
-        dv: `[Tk, Hkv, Dv]`, fp32, accumulated into.
+        dk: `[Tk, Hkv, D]`, fp32, accumulated into; without accumulate also in the dtype of q.
+        dv: `[Tk, Hkv, Dv]`, dtype of dk, accumulated into.
         softmax_scale: factor of the logits, as in the forward.
         accumulate: False for the first of several calls: dk and dv may hold anything, every row is
-            written. Saves clearing them, and with few query rows half of the time on a GPU.
+            written. Saves clearing them, and with few query rows half of the time on a GPU. In the
+            dtype of q they are the fp32 sums, rounded once: for a call that is the only one.
         work: work lists made from the same intervals, needed on CUDA alone.
     Returns:
         dq `[Tq, Hq, D]`, fp32; 0 for a row that sees no local key or has lse = -inf, whose q and
@@ -134,18 +162,60 @@ def partial_attention_backward(
     num_rows, num_heads_q, head_dim_qk = q.shape
     num_keys, num_heads_kv, head_dim_v = v.shape
     fp32 = (torch.float32,)
+    if accumulate and dk.dtype in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"dk has dtype {dk.dtype}, but accumulate=True sums over calls in float32; pass "
+            "float32 tensors, or accumulate=False where this call is the only one"
+        )
+    key_gradients = fp32 if accumulate or q.dtype in fp32 else (*fp32, q.dtype)
     shapes = (
         ("dout", dout, (num_rows, num_heads_q, head_dim_v), INPUT_DTYPES),
         ("lse", lse, (num_rows, num_heads_q), fp32),
         ("delta", delta, (num_rows, num_heads_q), fp32),
-        ("dk", dk, (num_keys, num_heads_kv, head_dim_qk), fp32),
-        ("dv", dv, (num_keys, num_heads_kv, head_dim_v), fp32),
+        ("dk", dk, (num_keys, num_heads_kv, head_dim_qk), key_gradients),
+        ("dv", dv, (num_keys, num_heads_kv, head_dim_v), (dk.dtype,)),
     )
     for name, tensor, shape, dtypes in shapes:
         check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=q.device)
     check_no_grad("partial_attention_backward", dout=dout, q=q, k=k, v=v)
     on_device = backward_work(q, k, v, work) if q.is_cuda else None
     return torch.ops.megatron_splitkv.partial_attention_backward.default(
+        dout,
+        q,
+        k,
+        v,
+        lse,
+        delta,
+        kv_begin,
+        kv_end,
+        dk,
+        dv,
+        softmax_scale=softmax_scale,
+        accumulate=accumulate,
+        work=None if on_device is None else on_device.items,
+        work_shape=() if on_device is None else on_device.shape,
+    )
+
+
+def run_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    softmax_scale: float,
+    accumulate: bool,
+    work: WorkLists | None,
+) -> Tensor:
+    """`partial_attention_backward` for callers that have checked the tensors."""
+    on_device = backward_work(q, k, v, work) if q.is_cuda else None
+    return _backward(
         dout,
         q,
         k,
@@ -175,7 +245,7 @@ def _empty_dq(_dout: Tensor, q: Tensor, *_args: object, **_kwargs: object) -> Te
 
 
 def _workspace(
-    num_bytes: Callable[..., int], q: Tensor, v: Tensor, work_shape: Sequence[int]
+    num_bytes: Callable[..., int], q: Tensor, v: Tensor, work_shape: Sequence[int], **more: object
 ) -> Tensor:
     size = num_bytes(
         device=native_device(q.device),
@@ -183,6 +253,7 @@ def _workspace(
         head_dim_v=v.shape[2],
         num_threads=torch.get_num_threads(),
         work_shape=work_shape,
+        **more,
     )
     return q.new_empty(size, dtype=torch.uint8)
 
@@ -235,13 +306,14 @@ def _backward(
     work_shape: Sequence[int] = (),
 ) -> Tensor:
     dq = _empty_dq(dout, q)
+    dk_sum, dv_sum = dk, dv
     if q.is_cuda:  # where the kernels take one input dtype
         dout = dout.to(q.dtype)
-    elif not accumulate:  # the CPU kernels only add
-        dk.zero_()
-        dv.zero_()
-        accumulate = True
-    workspace = _workspace(_kernels.backward_workspace_bytes, q, v, work_shape)
+    elif not accumulate:  # the CPU kernels only add, and only in fp32
+        dk_sum, dv_sum = (x.zero_().float() for x in (dk, dv))
+    workspace = _workspace(
+        _kernels.backward_workspace_bytes, q, v, work_shape, gradient_dtype=native_dtype(dk.dtype)
+    )
     _kernels.backward(
         dout=as_rows(dout),
         q=as_rows(q),
@@ -252,14 +324,17 @@ def _backward(
         kv_begin=kv_begin.data_ptr(),
         kv_end=kv_end.data_ptr(),
         dq=as_rows(dq),
-        dk=as_rows(dk),
-        dv=as_rows(dv),
-        accumulates=accumulate,
+        dk=as_rows(dk_sum),
+        dv=as_rows(dv_sum),
+        accumulates=accumulate or not q.is_cuda,
         softmax_scale=softmax_scale,
         work=as_address(work),
         work_shape=work_shape,
         launch=launch_on(q.device, workspace),
     )
+    if dk_sum.dtype != dk.dtype:
+        dk.copy_(dk_sum)
+        dv.copy_(dv_sum)
     return dq
 
 

@@ -42,6 +42,7 @@ def partial_attention_backward(
     dv: Tensor,
     *,
     softmax_scale: float,
+    accumulate: bool = True,
 ) -> Tensor:
     """Twin of `megatron_splitkv.ops.partial_attention_backward`, which documents it."""
     num_heads_q, num_heads_kv = q.shape[1], k.shape[1]
@@ -57,8 +58,9 @@ def partial_attention_backward(
     ds = (probs * (dprobs - delta[..., None]) * softmax_scale).masked_fill(~visible, 0.0)
     dk_heads = torch.einsum("qhk,qhd->khd", ds, q)
     dv_heads = torch.einsum("qhk,qhd->khd", probs, dout)
-    dk += dk_heads.unflatten(1, (num_heads_kv, -1)).sum(dim=2)
-    dv += dv_heads.unflatten(1, (num_heads_kv, -1)).sum(dim=2)
+    for gradient, of_heads in ((dk, dk_heads), (dv, dv_heads)):
+        added = of_heads.unflatten(1, (num_heads_kv, -1)).sum(dim=2)
+        gradient.copy_(gradient + added if accumulate else added)
     return torch.einsum("qhk,khd->qhd", ds, k)
 
 

@@ -134,13 +134,7 @@ class WorkLists:
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
-    return (
-        len(k),
-        *q.shape[1:],
-        *v.shape[1:],
-        q.device,
-        kernel_family(q.device),
-    )
+    return q.shape, k.shape, v.shape, q.device, kernel_family(q.device)
 
 
 def _upload(work: _kernels.ForwardWork | _kernels.BackwardWork, device: torch.device) -> DeviceWork:

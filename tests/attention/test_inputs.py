@@ -200,6 +200,16 @@ def test_dtypes_are_refused_before_a_row_travels(dtypes, message):
         splitkv_attention(q, k, v, context)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_another_device_is_refused_before_a_row_travels(name):
+    layout = build_layout(make_plan([8], 2, block_size=2), 0)
+    tensors = {name: torch.zeros(4, 2, 16) for name in "qkv"}
+    tensors[name] = tensors[name].to("meta")
+    context = SplitKVContext(layout=layout, transport=Untouched())
+    with pytest.raises(ValueError, match=f"{name} is on meta, needs cpu, where the layout is"):
+        splitkv_attention(**tensors, context=context)
+
+
 class Untouched:
     """A transport that nothing may reach."""
 

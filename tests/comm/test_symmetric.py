@@ -63,27 +63,19 @@ def test_hidden_gpus_are_refused():
         assert "theirs are numbered [0, 0]; do not hide GPUs by CUDA_VISIBLE_DEVICES" in text
 
 
-def is_symmetric_by_default(reason: str | None, connections: list[str]) -> bool:
+def is_symmetric_by_default(reason: str | None) -> bool:
     """What a group of NCCL gives when nothing is asked for."""
     with (
         mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
-        mock.patch.object(symmetric, "reason_against", return_value=reason),
+        mock.patch.object(process_group, "reason_against", return_value=reason),
         mock.patch.object(process_group, "SymmetricTransport") as made,
-        mock.patch.dict(
-            "os.environ", {"CUDA_DEVICE_MAX_CONNECTIONS": connections[dist.get_rank()]}
-        ),
     ):
         return transport_of(dist.group.WORLD, torch.device("cuda", 0)) is made.return_value
 
 
 def test_memory_is_read_by_default_where_it_can_be():
-    assert run_gloo(2, is_symmetric_by_default, None, ["8", "8"]) == [True, True]
-    assert run_gloo(2, is_symmetric_by_default, "two hosts", ["8", "8"]) == [False, False]
-
-
-def test_memory_is_not_read_by_default_over_one_connection():
-    assert run_gloo(2, is_symmetric_by_default, None, ["1", "1"]) == [False, False]
-    assert run_gloo(2, is_symmetric_by_default, None, ["8", "1"]) == [False, False]
+    assert run_gloo(2, is_symmetric_by_default, None) == [True, True]
+    assert run_gloo(2, is_symmetric_by_default, "two hosts") == [False, False]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

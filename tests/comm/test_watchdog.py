@@ -9,43 +9,34 @@ from megatron_splitkv.comm import watchdog
 from megatron_splitkv.comm.watchdog import Watchdog
 
 
-class Light:
-    def __init__(self) -> None:
-        self.is_on = False
-
-    def query(self) -> bool:
-        return self.is_on
-
-
 def test_only_what_takes_longer_than_the_timeout_is_overdue(monkeypatch):
-    now = 0.0
+    now, finished = 0.0, 0
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now)
     monkeypatch.setattr(Watchdog, "_run", lambda self: None)
-    dog = Watchdog("test", timeout_s=10.0)
-    assert not dog.is_overdue()
-    first, second = Light(), Light()
-    dog.watch(first)
+    dog = Watchdog("test", timeout_s=10.0, has_finished=lambda number: number <= finished)
+    assert dog.overdue() is None
+    dog.watch(1)
     now = 9.0
-    dog.watch(second)
-    assert not dog.is_overdue()
-    first.is_on = True
+    dog.watch(2)
+    assert dog.overdue() is None
+    finished = 1
     now = 18.0
-    assert not dog.is_overdue(), "the second has its own time"
+    assert dog.overdue() is None, "the second has its own time"
     now = 20.0
-    assert dog.is_overdue()
-    second.is_on = True
-    assert not dog.is_overdue()
+    assert dog.overdue() == 2
+    finished = 2
+    assert dog.overdue() is None
 
 
 SCRIPT = """
-import time
+import sys, time
 from megatron_splitkv.comm import watchdog
 watchdog.POLL_S = 0.05
-class Never:
-    def query(self):
-        return False
-watchdog.Watchdog("symmetric memory of rank 1", timeout_s=0.2).watch(Never())
-time.sleep(60)
+sys.stderr.close()  # what a script did to its own stream must not save it
+watchdog.Watchdog("symmetric memory of rank 1", 0.2, lambda number: False).watch(7)
+def held_up():
+    time.sleep(60)
+held_up()
 """
 
 
@@ -56,4 +47,7 @@ def test_the_process_ends_and_says_why():
     )
     assert time.monotonic() - start < 30
     assert done.returncode == -signal.SIGABRT
-    assert "symmetric memory of rank 1 has waited for 0 s: another rank of the group" in done.stderr
+    assert "symmetric memory of rank 1: collective 7 has not finished for 0.2 s" in done.stderr
+    assert "another rank of the group has stopped or is late" in done.stderr
+    assert "give a longer --distributed-timeout-minutes" in done.stderr
+    assert "in held_up" in done.stderr, "where it waited"

@@ -80,8 +80,8 @@ class Example:
             timeout=240,
         )
         assert done.returncode == 0, done.stdout[-6000:]
-        losses = [float(x) for x in re.findall(r"lm loss: (\S+)", done.stdout)]
-        peaks = [float(x) for x in re.findall(r"\| max allocated: (\S+)", done.stdout)]
+        losses = [float(x) for x in re.findall(r"lm loss: ([-+.\dE]+)", done.stdout)]
+        peaks = [float(x) for x in re.findall(r"\| max allocated: ([\d.]+)", done.stdout)]
         return Run(losses=losses, peak_mib=max(peaks))
 
 

@@ -174,10 +174,25 @@ def check_forward(case: Case, out_dtype: torch.dtype = torch.float32) -> None:
     assert (out[oracle.lse[:, 0] == -torch.inf] == 0).all(), "an empty row is not exactly zero"
 
 
+def check_rounding(case: Case, lse: Tensor, delta: Tensor) -> None:
+    """dk and dv in the dtype of the inputs, whatever they held: the bits of fp32, rounded once."""
+    dtype = case.q.dtype
+    exact = case.backward(lse, delta)
+    rounded = [torch.full(x.shape, torch.nan, dtype=dtype) for x in (case.k, case.v)]
+    dq = case.backward_into(lse, delta, *rounded, accumulate=False)
+    assert torch.equal(dq, exact[0])
+    for got, expected in zip(rounded, exact[1:], strict=True):
+        assert torch.equal(got, expected.to(dtype))
+
+
 def check_backward(case: Case, tolerance: tolerances.Tolerance = tolerances.FP32) -> None:
-    """Backward, after our own forward, against the oracle; dk and dv are accumulated into."""
+    """Backward, after our own forward, against the oracle; dk and dv are accumulated into.
+
+    Once more for gradients in the dtype of the inputs, which are those of fp32, rounded.
+    """
     oracle = case.oracle()
     out, lse = case.forward()
+    check_rounding(case, lse, case.delta(out))
     dk, dv = torch.ones(case.k.shape), torch.full(case.v.shape, -2.0)
     dq = case.backward_into(lse, case.delta(out), dk, dv)
     is_unseen = ~mask_from_intervals(case.kv_begin, case.kv_end, len(case.k)).any(dim=0)

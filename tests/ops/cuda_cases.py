@@ -99,10 +99,36 @@ def softmax_of(case: Case, oracle: Oracle) -> tuple[Tensor, Tensor]:
     return oracle.lse.float().cuda(), delta.masked_fill(is_empty, torch.nan).float().cuda()
 
 
+def check_rounding(
+    case: Case, oracle: Oracle, lse: Tensor, delta: Tensor, *, is_deterministic: bool
+) -> None:
+    """dk and dv in the dtype of the inputs, whatever they held: the bits of fp32, rounded once."""
+    exact, rounded = (
+        [torch.full(x.shape, torch.nan, dtype=dtype, device="cuda") for x in (case.k, case.v)]
+        for dtype in (torch.float32, case.q.dtype)
+    )
+    mode = {"is_deterministic": is_deterministic, "accumulate": False}
+    backward(case, lse, delta, *exact, **mode)
+    dq = backward(case, lse, delta, *rounded, **mode)
+    tolerance = tolerances.CUDA_BACKWARD_BY_DTYPE[case.q.dtype]
+    assert_matches("dq", dq, oracle.dq, tolerance)
+    is_unseen = ~mask_from_intervals(case.kv_begin, case.kv_end, len(case.k)).any(dim=0)
+    expected = {"dk": oracle.dk, "dv": oracle.dv}
+    for (name, want), full, got in zip(expected.items(), exact, rounded, strict=True):
+        assert_matches(name, full, want, tolerance)
+        assert_matches(f"rounded {name}", got, want, tolerance)
+        assert torch.equal(got, full.to(got.dtype)), f"{name} is not rounded to nearest"
+        assert (got.cpu()[is_unseen] == 0).all(), f"{name} of an unseen key is not zero"
+
+
 def check_backward(case: Case, *, is_deterministic: bool = False) -> None:
-    """Backward under the exact softmax against the oracle; dk and dv are accumulated into."""
+    """Backward under the exact softmax against the oracle; dk and dv are accumulated into.
+
+    Once more for gradients in the dtype of the inputs.
+    """
     oracle = oracle_with_gradients(case)
     lse, delta = softmax_of(case, oracle)
+    check_rounding(case, oracle, lse, delta, is_deterministic=is_deterministic)
     dk = torch.ones(case.k.shape, device="cuda")
     dv = torch.full(case.v.shape, -2.0, device="cuda")
     dq = backward(case, lse, delta, dk, dv, is_deterministic=is_deterministic)

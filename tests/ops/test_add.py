@@ -80,3 +80,21 @@ def test_registration() -> None:
         (torch.zeros(2, 1, 4), torch.ones(3, 1, 4), ptr, slots, torch.ones(3, 1)),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_that_start_from_zero_are_all_written(dtype: torch.dtype) -> None:
+    """The bits of a sum into zeros, rounded at the end; a row without partials, too."""
+    parts = torch.randn(5, 2, 17)
+    ptr, slots = torch.tensor([0, 3, 3, 5]).int(), torch.tensor([0, 4, 1, 3, 2]).int()
+    expected = torch.zeros(3, 2, 17)
+    add_partials_(expected, parts, ptr, slots)
+    total = torch.full((3, 2, 17), torch.nan, dtype=dtype)
+    add_partials_(total, parts, ptr, slots, accumulate=False)
+    assert torch.equal(total, expected.to(dtype))
+
+
+def test_what_is_added_to_is_fp32() -> None:
+    ptr, slots = torch.zeros(2).int(), torch.zeros(0).int()
+    with pytest.raises(ValueError, match="total has dtype bfloat16, needs float32"):
+        add_partials_(torch.zeros(1, 1, 4).bfloat16(), torch.zeros(0, 1, 4), ptr, slots)

@@ -29,7 +29,10 @@ def _build(
     dims: tuple[int, int] = (128, 128),
     is_deterministic: bool = False,
 ) -> tuple[dict[str, int], Tensor, Tensor, Tensor, Tensor]:
-    """Sizes, items `[n, 8]`, row tiles `[t, 4]`, segments `[s, 4]` and unseen KV tiles `[u]`."""
+    """Sizes, items `[n, 8]`, row tiles `[t, 4]`, segments `[s, 4]` and unseen KV tiles `[u]`.
+
+    The list of the KV tiles that are split is checked against the items.
+    """
     work = _kernels.BackwardWork(
         kv_begin=begin.data_ptr(),
         kv_end=end.data_ptr(),
@@ -47,8 +50,13 @@ def _build(
     ints = torch.full((work.num_ints,), -7, dtype=torch.int32)
     work.write(ints.data_ptr())
     counts = [8 * shape["num_items"], 4 * shape["num_row_tiles"], 4 * shape["num_segments"]]
-    items, row_tiles, segments, unseen = ints.split([*counts, shape["num_unseen_kv_tiles"]])
-    return shape, items.view(-1, 8), row_tiles.view(-1, 4), segments.view(-1, 4), unseen
+    items, row_tiles, segments, unseen, split = ints.split(
+        [*counts, shape["num_unseen_kv_tiles"], shape["num_splits"]]
+    )
+    items = items.view(-1, 8)
+    kv_tiles = {int(item[6]): int(item[0]) for item in items if item[5] > 1}
+    assert split.tolist() == [kv_tiles[index] for index in range(shape["num_splits"])]
+    return shape, items, row_tiles.view(-1, 4), segments.view(-1, 4), unseen
 
 
 def _check(

@@ -35,7 +35,8 @@ def test_reports(tmp_path):
     run = _run("--shapes", *shapes, "--rounds", "2", *files)
     assert run.returncode == 0, run.stderr
     report = json.loads((tmp_path / "ops.json").read_text())
-    forward, backward = ("ours", "torch"), ("ours", "ours accumulating", "torch")
+    forward = ("ours", "torch")
+    backward = ("ours", "ours fp32", "ours accumulating", "torch")
     assert [(x["shape"], x["op"], x["contestant"]) for x in report["lines"]] == [
         *((shape, "forward", name) for shape in shapes[:1] for name in forward),
         *((shape, "backward", name) for shape in shapes[:1] for name in backward),
@@ -111,7 +112,7 @@ def test_a_wrong_kernel_of_ours_ends_the_run(monkeypatch):
 
 def test_contestants_share_the_shapes():
     names = [c.name for c in contestants(torch.device("cuda"))]
-    assert names[:2] == ["ours", "ours accumulating"]
+    assert names[:3] == ["ours", "ours fp32", "ours accumulating"]
     assert names.count("fa2") == 2
     packed, full = SHAPES["pile"], SHAPES["f16"]
     for shape in (packed, full):

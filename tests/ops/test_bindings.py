@@ -32,7 +32,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
         "out": OUT, "lse": LSE, "part_out": PART_OUT, "part_lse": PART_LSE, "part_scale": PART_LSE,
     },
     "add": {"total": OUT, "parts": PART_OUT, "part_scale": PART_LSE},
-    "encode": {"values": OUT, "encoded": OUT, "scale": LSE},
+    "encode": {"values": OUT, "encoded": OUT, "scale": LSE, "lse": LSE, "sent_lse": LSE},
     "cuda_row_dot": {"a": OUT, "b": OUT, "sums": LSE},
 }  # fmt: skip
 IN_FP16 = {"forward": ("q", "k", "v"), "backward": ("q", "k", "v", "dout"), "encode": ("encoded",)}
@@ -41,7 +41,7 @@ IN_FP32 = {
     "backward": ("lse", "delta", "dq", "dk", "dv"),
     "merge": ("out", "lse", "part_lse", "part_scale"),
     "add": ("total", "part_scale"),
-    "encode": ("values", "scale"),
+    "encode": ("values", "scale", "lse", "sent_lse"),
     "cuda_row_dot": ("sums",),
 }
 
@@ -68,7 +68,7 @@ def _tensors(op: str) -> dict[str, Tensor]:
 def _others(op: str) -> dict[str, Any]:
     """The arguments that are no tensors."""
     if op in ("merge", "add"):
-        return {"part_ptr": 0, "part_slots": 0, "num_slots": 0}
+        return {"part_ptr": 0, "part_slots": 0, "num_slots": 0, "accumulates": True}
     if op not in ("forward", "backward"):
         return {}
     begin, end = torch.zeros(NUM_ROWS).int(), torch.full((NUM_ROWS,), NUM_KEYS).int()
@@ -127,6 +127,8 @@ def test_half_precision_is_refused_by_name(op: str, name: str, device: str) -> N
         ("backward", {"work_shape": [1] * 21}, "the work list was made for 1 rows, 1 keys, 1/1"),
         ("backward", {"workspace_bytes": 3}, "workspace holds 3 bytes, needs"),
         ("backward", {"dout": torch.zeros(OUT)}, "dout and q differ in dtype"),
+        ("backward", {"dk": torch.zeros(K).half(), "accumulates": False}, "dk and dv differ in"),
+        ("backward", {"dv": torch.zeros(V).bfloat16(), "accumulates": False}, "dv must be float32"),
         ("backward", {"dq": torch.zeros(NUM_ROWS, HEADS_Q, 200)[..., :DIM_QK]}, "dq must be cont"),
     ],
 )

@@ -146,6 +146,11 @@ def test_strided_gradients() -> None:
     both = torch.ones(300, 2, 256, device="cuda")
     backward(case, lse, delta, both[:, :, :128], both[:, :, 128:])
     assert torch.equal(both, torch.cat([dk, dv], dim=2))
+    fresh = [torch.empty(300, 2, 128, device="cuda") for _ in range(2)]
+    backward(case, lse, delta, *fresh, accumulate=False)
+    rounded = torch.full((300, 2, 256), torch.nan, dtype=case.q.dtype, device="cuda")
+    backward(case, lse, delta, rounded[:, :, :128], rounded[:, :, 128:], accumulate=False)
+    assert torch.equal(rounded, torch.cat(fresh, dim=2).to(rounded.dtype))
 
 
 def test_expanded_dout() -> None:
@@ -295,8 +300,9 @@ def test_refusals() -> None:
             softmax_scale=case.softmax_scale,
         )  # fmt: skip
     shifted = torch.empty(dk.numel() + 1, device="cuda")[1:].view(dk.shape)
-    with pytest.raises(ValueError, match=r"dk has address .*; pass dk\.contiguous\(\)"):
-        backward(case, lse, delta, shifted, dv)
+    for accumulate in (True, False):
+        with pytest.raises(ValueError, match=r"dk has address .*; pass dk\.contiguous\(\)"):
+            backward(case, lse, delta, shifted, dv, accumulate=accumulate)
     wide = make_backward_case(Shape(dim_qk=80, dim_v=80))
     with pytest.raises(UnsupportedError, match=r"head dims \(qk, v\) are \(80, 80\), need one"):
         backward(

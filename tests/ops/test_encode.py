@@ -71,6 +71,18 @@ def test_targets_may_lie_in_packed_rows() -> None:
     assert (beside[:, :2] == 7).all() and (beside[:, 5:] == 7).all()
 
 
+def test_log_sum_exps_ride_along() -> None:
+    values, lse = torch.randn(4, 3, 5), torch.randn(3, 4).T
+    lse[2, 1] = -torch.inf
+    plain, plain_scale = encode(values)
+    encoded, beside = torch.empty(4, 3, 5, dtype=torch.float16), torch.full((4, 8), 7.0)
+    encode_partials_(encoded, beside[:, :3], values, beside[:, 4:7], lse)
+    assert torch.equal(encoded, plain)
+    assert torch.equal(beside[:, :3], plain_scale)
+    assert torch.equal(beside[:, 4:7], lse)
+    assert (beside[:, [3, 7]] == 7).all()
+
+
 def test_no_rows() -> None:
     encode(torch.zeros(0, 2, 8))
 
@@ -86,6 +98,10 @@ def test_refusals() -> None:
         encode_partials_(half, scale, half)
     with pytest.raises(ValueError, match=r"encode_partials_ got values with requires_grad=True"):
         encode_partials_(half, scale, values.clone().requires_grad_())
+    with pytest.raises(ValueError, match=r"sent_lse and lse go together; give both or none"):
+        encode_partials_(half, scale, values, scale)
+    with pytest.raises(ValueError, match=r"sent_lse has shape \[3, 2\], needs \[2, 3\]"):
+        encode_partials_(half, scale, values, scale.T, scale)
     wide = torch.zeros(2, 3, 513)
     with pytest.raises(ValueError, match=r"values has head_dim 513, needs 1 to 512"):
         encode_partials_(wide.half(), scale, wide)
@@ -94,6 +110,12 @@ def test_refusals() -> None:
 def test_registration() -> None:
     torch.library.opcheck(
         torch.ops.megatron_splitkv.encode_partials_.default,
-        (torch.zeros(2, 1, 4).half(), torch.zeros(2, 1), torch.ones(2, 1, 4)),
+        (
+            torch.zeros(2, 1, 4).half(),
+            torch.zeros(2, 1),
+            torch.ones(2, 1, 4),
+            torch.zeros(2, 1),
+            torch.ones(2, 1),
+        ),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -216,3 +216,27 @@ def test_a_scale_of_another_shape_is_refused() -> None:
             torch.zeros(1, 1, 4), torch.zeros(1, 1), torch.zeros(3, 1, 4), torch.zeros(3, 1), ptr,
             slots, torch.zeros(2, 1),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_a_running_result_all_is_written(dtype: torch.dtype) -> None:
+    """The bits of a merge into an empty result, rounded at the end; a row without partials, too."""
+    generator = torch.Generator().manual_seed(3)
+    part_out = torch.randn((5, 2, 17), generator=generator)
+    part_lse = torch.randn((5, 2), generator=generator)
+    part_lse[3], part_out[3] = EMPTY, torch.nan
+    ptr, slots = torch.tensor([0, 3, 3, 4, 5]).int(), torch.tensor([0, 4, 1, 3, 2]).int()
+    expected, expected_lse = torch.zeros(4, 2, 17), torch.full((4, 2), EMPTY)
+    merge_partials_(expected, expected_lse, part_out, part_lse, ptr, slots)
+    for rubbish in (torch.nan, 5.0):
+        out, lse = torch.full((4, 2, 17), rubbish, dtype=dtype), torch.full((4, 2), rubbish)
+        merge_partials_(out, lse, part_out, part_lse, ptr, slots, accumulate=False)
+        assert torch.equal(out, expected.to(dtype))
+        assert torch.equal(lse, expected_lse)
+
+
+def test_a_running_result_is_fp32() -> None:
+    ptr, slots = torch.zeros(2).int(), torch.zeros(0).int()
+    parts, lses = torch.zeros(0, 1, 4), torch.zeros(0, 1)
+    with pytest.raises(ValueError, match="out has dtype bfloat16, needs float32"):
+        merge_partials_(torch.zeros(1, 1, 4).bfloat16(), torch.zeros(1, 1), parts, lses, ptr, slots)

@@ -122,9 +122,30 @@ def test_backward_refuses_shapes(name: str, shape: tuple[int, ...], message: str
 
 def test_backward_refuses_16_bit_accumulators() -> None:
     case = _case()
-    lse, dk, dv = torch.zeros(4, 2), torch.zeros(6, 2, 32).half(), torch.zeros(6, 2, 32)
-    with pytest.raises(ValueError, match="dk has dtype float16, needs float32"):
-        case.backward_into(lse, lse, dk, dv)
+    lse, dk, dv = torch.zeros(4, 2), torch.zeros(6, 2, 32), torch.zeros(6, 2, 32)
+    message = r"dk has dtype torch\.float16, but accumulate=True sums over calls in float32; pass"
+    with pytest.raises(ValueError, match=message):
+        case.backward_into(lse, lse, dk.half(), dv.half())
+    with pytest.raises(ValueError, match="dv has dtype float16, needs float32"):
+        case.backward_into(lse, lse, dk, dv.half())
+
+
+@pytest.mark.parametrize(
+    ("dk_dtype", "dv_dtype", "message"),
+    [
+        (torch.float16, torch.float16, "dk has dtype float16, needs float32 or bfloat16"),
+        (torch.bfloat16, torch.float32, "dv has dtype float32, needs bfloat16"),
+        (torch.float32, torch.bfloat16, "dv has dtype bfloat16, needs float32"),
+    ],
+    ids=str,
+)
+def test_backward_refuses_dtypes_of_gradients(
+    dk_dtype: torch.dtype, dv_dtype: torch.dtype, message: str
+) -> None:
+    case = make_case(Shape(rows=4, keys=6, heads_q=2, heads_kv=2), dtype=torch.bfloat16)
+    lse, dk, dv = torch.zeros(4, 2), torch.zeros(6, 2, 32), torch.zeros(6, 2, 32)
+    with pytest.raises(ValueError, match=message):
+        case.backward_into(lse, lse, dk.to(dk_dtype), dv.to(dv_dtype), accumulate=False)
 
 
 def test_merge_refuses_16_bit_running_result() -> None:

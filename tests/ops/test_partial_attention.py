@@ -335,12 +335,13 @@ def test_registration(op: str) -> None:
     out, lse = case.forward()
     dk, dv = torch.zeros(case.k.shape), torch.zeros(case.v.shape)
     tensors = (case.dout, case.q, case.k, case.v, lse, case.delta(out), case.kv_begin, case.kv_end)
-    torch.library.opcheck(
-        torch.ops.megatron_splitkv.partial_attention_backward.default,
-        (*tensors, dk, dv),
-        {"softmax_scale": scale},
-        test_utils=tests,
-    )
+    for accumulate in (True, False):
+        torch.library.opcheck(
+            torch.ops.megatron_splitkv.partial_attention_backward.default,
+            (*tensors, dk, dv),
+            {"softmax_scale": scale, "accumulate": accumulate},
+            test_utils=tests,
+        )
 
 
 @pytest.mark.gpu

@@ -31,6 +31,12 @@ def test_twins_of_partial_attention(intervals: str, dtype: torch.dtype) -> None:
         ("dv", dv, oracle.dv),
     ):
         assert_matches(name, got, expected, tolerances.FP32)
+    rounded = [torch.full(x.shape, torch.nan, dtype=dtype) for x in (dk, dv)]
+    reference.partial_attention_backward(
+        *tensors[:-2], *rounded, softmax_scale=scale, accumulate=False
+    )
+    assert torch.equal(rounded[0], dk.to(dtype))
+    assert torch.equal(rounded[1], dv.to(dtype))
 
 
 def test_twin_of_no_keys() -> None:

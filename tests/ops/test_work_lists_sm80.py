@@ -26,7 +26,9 @@ NAMES = (
 def _build(
     begin: Tensor, end: Tensor, num_keys: int, heads: tuple[int, int], dims: tuple[int, int]
 ) -> tuple[dict[str, int], list[list[list[int]]]]:
-    """Sizes, and items, row tiles, segments, items and merge rows of dq, unseen KV tiles."""
+    """Sizes, and items, row tiles, segments, items and merge rows of dq, KV tiles that are unseen
+    and those that are split.
+    """
     work = _kernels.BackwardWork(
         kv_begin=begin.data_ptr(),
         kv_end=end.data_ptr(),
@@ -50,6 +52,7 @@ def _build(
         (shape["num_dq_items"], 8),
         (shape["num_dq_merge_rows"], 4),
         (shape["num_unseen_kv_tiles"], 1),
+        (shape["num_splits"], 1),
     )
     lists = [
         part.view(count, width).tolist()
@@ -75,7 +78,7 @@ def test_pairs_are_covered_once_in_each_list(
 ) -> None:
     begin, end = INTERVALS[intervals](rows, keys, torch.Generator().manual_seed(rows))
     shape, lists = _build(begin, end, keys, heads, dims)
-    items, row_tiles, segments, dq_items, dq_rows, unseen = lists
+    items, row_tiles, segments, dq_items, dq_rows, unseen, split = lists
     (step_rows, tile), (dq_tile_rows, dq_tile) = TILES[dims]
     visible = _visible(begin, end, keys + 16 * tile)
 
@@ -96,6 +99,8 @@ def test_pairs_are_covered_once_in_each_list(
         assert steps == num_steps
     assert (covered[visible] == 1).all()
     assert sorted([*next_part, *(index for (index,) in unseen)]) == list(range(-(-keys // tile)))
+    kv_tiles = {item[6]: item[0] for item in items if item[5] > 1}
+    assert [index for (index,) in split] == [kv_tiles[i] for i in range(len(kv_tiles))]
 
     covered.zero_()
     writes = torch.zeros(rows, dtype=torch.int32)

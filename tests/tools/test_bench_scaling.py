@@ -2,18 +2,24 @@
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from cp_report import Line
 from cp_workloads import NAMES, workload_of
 from scaling_cases import KINDS, Case, Pace, all_cases, fit_into, kind_of, size_name
 from scaling_fit import Projected, fit, measured_of, project
 from scaling_report import Report, markdown, plot, rows_of
+from scaling_worker import Job
+from scaling_worker import run as run_cases
 
+from megatron_splitkv.checks.processes import World
 from megatron_splitkv.plan import Suffix
 from megatron_splitkv.plan.predict import Calibration, predict_load
 
@@ -61,7 +67,10 @@ def test_the_dearest_is_dropped_by_name_other_methods_first():
     total = sum(map(pace.seconds, cases))
     assert fit_into(cases, total, pace).dropped == []
     some = fit_into(cases, total - 1.0, pace)
-    assert some.dropped == ["4k-gqa at cp 2: ring, te-p2p"]
+    assert some.dropped == ["4k-gqa at cp 2: te-p2p"]
+    dearest = max(pace.method_seconds(case) for case in cases if case.cp_size == 2)
+    more = fit_into(cases, total - 1.1 * dearest, pace)
+    assert more.dropped == ["4k-gqa at cp 2: ring, te-p2p"]
     assert len(some.cases) == len(cases)
     few = fit_into(cases, 10.0, pace)
     assert sum(map(pace.seconds, few.cases)) <= 10.0
@@ -71,6 +80,34 @@ def test_the_dearest_is_dropped_by_name_other_methods_first():
     none = fit_into(cases, -1.0, pace)
     assert none.cases == []
     assert len(none.dropped) == len(cases) + 6
+
+
+def test_a_group_with_peers_takes_longer_to_start():
+    pace = Pace(device="cuda", rounds=1)
+    alone, together = (
+        pace.start_seconds(x for x in some_cases() if x.cp_size == n) for n in (1, 2)
+    )
+    assert together >= alone + 3 * 4.0  # first plans of one method for three kinds
+
+
+def test_the_methods_that_the_time_allows_are_run(tmp_path):
+    """Ours first; a case that not even it can end is dropped whole."""
+    job = Job(
+        device="cpu", transport="auto", rounds=1, start=time.time(), deadline=time.time() + 1e4,
+        cases=[
+            ("64-gqa", ["split-kv", "ring"], 1.0),
+            ("128-gqa", ["split-kv", "all-gather", "ring", "ulysses"], 4e3),
+            ("192-gqa", ["split-kv", "ring"], 2e4),
+        ],
+    )  # fmt: skip
+    world = World(rank=0, size=1, device=torch.device("cpu"), backend="gloo")
+    run_cases(job, tmp_path / "lines", world, None)
+    done = json.loads((tmp_path / "lines").read_text())
+    assert done["dropped"] == ["128-gqa at cp 1: ring, ulysses", "192-gqa at cp 1"]
+    assert [(one["workload"], one["method"]) for one in done["lines"]] == [
+        ("64-gqa", "split-kv"), ("64-gqa", "ring"), ("128-gqa", "split-kv"),
+        ("128-gqa", "all-gather"),
+    ]  # fmt: skip
 
 
 def made_up(terms: dict[str, Calibration], sizes: tuple[int, ...]) -> list:
@@ -186,6 +223,24 @@ def test_a_small_run_on_real_ranks(tmp_path):
     assert done.stdout == (tmp_path / "markdown").read_text()
     assert (tmp_path / "scaling.png").exists()
     assert "cp 4: 512-gqa: round 1 of 1" in done.stderr
+
+
+def test_a_run_that_is_ended_leaves_what_it_had(tmp_path):
+    sizes = ["--cp", "1", "--tokens", "64", "--rows", "32", "--strong", "16k-gqa"]
+    sizes += ["--budget-s", "1e5"]
+    command = [sys.executable, str(TOOL), "--device", "cpu", f"--json={tmp_path / 'json'}", *sizes]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        said = ""
+        while "16k-gqa: round 0" not in said:
+            assert running.stderr is not None
+            more = running.stderr.readline()
+            assert more, said
+            said += more
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(20) == 128 + signal.SIGTERM
+        assert running.stderr.read() is not None  # the ranks, which hold it open, are gone
+    rows = json.loads((tmp_path / "json").read_text())["rows"]
+    assert [row["workload"] for row in rows] == ["32-64", "64-gqa", "pile-64"]
 
 
 def test_no_time_drops_everything_by_name(tmp_path):

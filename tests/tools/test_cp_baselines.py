@@ -100,12 +100,15 @@ def test_one_rank_needs_no_transport(name):
     case = workload()
     q, k, v, dout = draw(case, torch.float32)
     part = METHODS[name](case, 1, SplitKVConfig()).part(0, None, CPU)
+    before = set(vars(part))
     out = part.forward(RankInputs(q=q, k=k, v=v, dout=dout))
     mask = torch.from_numpy(plan_mask(case.whole()))
     due = attend(q, k, v, mask, softmax_scale=16**-0.5, dout=dout)
     assert_matches("out", out, due.out, FP32)
     for what, mine in zip(("dq", "dk", "dv"), part.backward(dout), strict=True):
         assert_matches(what, mine, getattr(due, what), FP32)
+    kept = {name for name in set(vars(part)) - before if torch.is_tensor(getattr(part, name))}
+    assert not kept, "the next step would be measured with less memory than it needs"
 
 
 SHAPE = AttentionShape(num_heads_q=4, head_dim_qk=16, head_dim_v=16, dtype="fp32")

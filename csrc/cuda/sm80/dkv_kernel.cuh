@@ -12,73 +12,9 @@
 #include <algorithm>
 
 #include "cuda/launch.h"
-#include "cuda/sm80/dq_kernel.cuh"
+#include "cuda/sm80/dkv_traits.cuh"
 
 namespace splitkv::sm80 {
-
-struct DkvKernelParams {
-    Rows dout;                               // [Tq, Hq, Dv], dtype of q
-    Rows q;                                  // [Tq, Hq, D]
-    Rows k;                                  // [Tk, Hkv, D]
-    Rows v;                                  // [Tk, Hkv, Dv]
-    Rows lse;                                // [Tq, Hq, 1], fp32
-    Rows delta;                              // [Tq, Hq, 1], fp32
-    Rows dk;                                 // [Tk, Hkv, D], fp32, added to
-    Rows dv;                                 // [Tk, Hkv, Dv], fp32, added to
-    const int32_t* kv_begin;                 // [Tq]
-    const int32_t* kv_end;                   // [Tq]
-    const cuda::BackwardItem* items;         // [num_items]
-    const cuda::BackwardRowTile* row_tiles;  // [num_row_tiles]
-    const cuda::BackwardSegment* segments;   // [num_segments]
-    int32_t* counter;                        // hands out (item, head) in order
-    int32_t* part_turns;                     // [Hkv, num_splits]
-    int32_t num_items;
-    int32_t num_splits;
-    int32_t heads_per_tile;
-    int32_t group;  // query heads of one KV head
-    int32_t is_head_major;
-    int32_t accumulates;  // into dk and dv; else they are overwritten
-    float softmax_scale;
-    float scale_log2;  // softmax_scale * log2(e)
-};
-
-template <typename ElementType, int kDimQk, int kDimV>
-struct DkvTraits {
-    using Element = ElementType;  // of q, k, v and dout; 16 bits
-    static constexpr int kHeadDimQk = kDimQk;
-    static constexpr int kHeadDimV = kDimV;
-    static constexpr KeyTileSize kTile = backward_tile(kDimQk, kDimV);
-    static constexpr int kRows = kTile.rows;
-    static constexpr int kKeys = kTile.keys;
-    static constexpr int kKeyGroups = kKeys / kMmaRows;
-    static constexpr int kThreads = kKeyGroups * kTile.column_parts * kWarpThreads;
-    static constexpr int kDkColumns = kDimQk / kTile.column_parts;  // of one warp
-    static constexpr int kDvColumns = kDimV / kTile.column_parts;
-
-    static_assert(kDkColumns % kChunkColumns == 0 && kDvColumns % kChunkColumns == 0,
-                  "warps own whole chunks of columns");
-    static_assert(kRows * 4 <= kThreads, "each thread copies at most one value of a step's rows");
-};
-
-// Values of the rows of one step, as they lie in memory; zeros beyond the last row, which make it
-// one that sees no key.
-template <typename Traits>
-struct StepRows {
-    alignas(16) float lse[Traits::kRows];
-    float delta[Traits::kRows];
-    int32_t begin[Traits::kRows];
-    int32_t end[Traits::kRows];
-};
-
-template <typename Traits>
-struct DkvSmem {
-    alignas(kChunkRowBytes) uint8_t k[tile_bytes(Traits::kKeys, Traits::kHeadDimQk)];
-    alignas(kChunkRowBytes) uint8_t v[tile_bytes(Traits::kKeys, Traits::kHeadDimV)];
-    alignas(kChunkRowBytes) uint8_t q[kStages][tile_bytes(Traits::kRows, Traits::kHeadDimQk)];
-    alignas(kChunkRowBytes) uint8_t dout[kStages][tile_bytes(Traits::kRows, Traits::kHeadDimV)];
-    StepRows<Traits> rows[kStages];
-    int32_t ticket;
-};
 
 // One row tile for one tile head.
 struct Step {
@@ -187,8 +123,9 @@ class DkvCta {
             }
             __syncthreads();
         }
-        add_columns(params.dk, params.softmax_scale, column_part * Traits::kDkColumns, dk[0]);
-        add_columns(params.dv, 1.0f, column_part * Traits::kDvColumns, dv[0]);
+        write_columns(params.dk, params.dk_sums, params.softmax_scale,
+                      column_part * Traits::kDkColumns, dk[0]);
+        write_columns(params.dv, params.dv_sums, 1.0f, column_part * Traits::kDvColumns, dv[0]);
         if (item.num_parts > 1) {
             __syncthreads();
             if (threadIdx.x == 0) ptx::st_release(turn, item.part + 1);
@@ -311,26 +248,35 @@ class DkvCta {
         }
     }
 
+    // The item's share of one gradient: rounded to `tensor`, or added to its sums.
     template <int kRegisters>
-    SPLITKV_DEVICE void add_columns(const Rows& tensor, float factor, int first_column,
-                                    const float (&values)[kRegisters]) {
+    SPLITKV_DEVICE void write_columns(const Rows& tensor, const Rows& sums, float factor,
+                                      int first_column, const float (&values)[kRegisters]) {
+        const bool is_rounded = params.rounds != 0 && item.num_parts == 1;
         const bool adds = params.accumulates != 0 || item.part > 0;
+        const Rows& target = is_rounded ? tensor : sums;
+        const int tile = params.rounds != 0 && !is_rounded ? item.split : item.kv_tile;
 #pragma unroll
         for (int half = 0; half < kRowsPerThread; ++half) {
-            const int64_t key =
-                item.kv_tile * Traits::kKeys + warp_key + first_row_of_lane() + 8 * half;
-            if (key >= tensor.rows) continue;
-            float* target = static_cast<float*>(tensor.data) + key * tensor.row_stride +
-                            kv_head * tensor.head_stride + first_column + first_column_of_lane();
+            const int64_t row = tile * Traits::kKeys + warp_key + first_row_of_lane() + 8 * half;
+            if (row >= target.rows) continue;
+            const int64_t offset = row * target.row_stride + kv_head * target.head_stride +
+                                   first_column + first_column_of_lane();
 #pragma unroll
             for (int j = 0; j < kRegisters / 4; ++j) {
-                auto* pair = reinterpret_cast<float2*>(target + 8 * j);
-                // Another SM may have written it.
-                float2 sum = adds ? __ldcg(pair) : float2{0.0f, 0.0f};
-                // Not fused: adding to a sum gives the same bits as adding to zero and then to it.
-                sum.x = __fadd_rn(sum.x, __fmul_rn(factor, values[4 * j + 2 * half]));
-                sum.y = __fadd_rn(sum.y, __fmul_rn(factor, values[4 * j + 2 * half + 1]));
-                *pair = sum;
+                const float x = __fmul_rn(factor, values[4 * j + 2 * half]);
+                const float y = __fmul_rn(factor, values[4 * j + 2 * half + 1]);
+                if (is_rounded) {
+                    auto* pair = static_cast<Element*>(target.data) + offset + 8 * j;
+                    *reinterpret_cast<uint32_t*>(pair) = ptx::cvt_rn_x2<Element>(x, y);
+                } else {
+                    auto* pair = reinterpret_cast<float2*>(static_cast<float*>(target.data) +
+                                                           offset + 8 * j);
+                    // Another SM may have written it.
+                    const float2 sum = adds ? __ldcg(pair) : float2{0.0f, 0.0f};
+                    // Not fused: the same bits as adding to zero and then to the sum.
+                    *pair = {__fadd_rn(sum.x, x), __fadd_rn(sum.y, y)};
+                }
             }
         }
     }
@@ -368,6 +314,8 @@ void launch_dkv_kernel(const BackwardParams& params, const BackwardWorkArrays& w
     kernel_params.delta = params.delta;
     kernel_params.dk = params.dk;
     kernel_params.dv = params.dv;
+    kernel_params.dk_sums = workspace.dk_sums;
+    kernel_params.dv_sums = workspace.dv_sums;
     kernel_params.kv_begin = params.kv_begin;
     kernel_params.kv_end = params.kv_end;
     kernel_params.items = work.items;
@@ -381,6 +329,7 @@ void launch_dkv_kernel(const BackwardParams& params, const BackwardWorkArrays& w
     kernel_params.group = static_cast<int32_t>(params.q.heads / params.k.heads);
     kernel_params.is_head_major = static_cast<int32_t>(shape.is_head_major);
     kernel_params.accumulates = static_cast<int32_t>(params.accumulates);
+    kernel_params.rounds = static_cast<int32_t>(params.dk.dtype != DType::kFloat32);
     kernel_params.softmax_scale = params.softmax_scale;
     kernel_params.scale_log2 = params.softmax_scale * kLog2E;
     cuda::LaunchConfig config{};

@@ -22,6 +22,10 @@ struct BackwardWorkspace {
     int32_t* counter;     // one number; hands out work items
     int32_t* part_turns;  // [Hkv, num_splits]
     Rows part_dq;         // [dq.num_part_rows, Hq, D], fp32
+    // What the parts of a KV tile add to, fp32: dk and dv themselves or, where these are rounded,
+    // [num_splits * tile keys, Hkv, D or Dv].
+    Rows dk_sums;
+    Rows dv_sums;
 };
 
 // The kernels of one dtype of q: bf16 or fp16. Each is instantiated in a file of its own. They

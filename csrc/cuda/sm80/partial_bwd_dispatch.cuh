@@ -1,9 +1,9 @@
 // From head dims to instantiations of the two backward kernels: 4 of each for each dtype.
 #pragma once
 
+#include "cuda/operand.h"
 #include "cuda/sm80/dkv_kernel.cuh"
 #include "cuda/sm80/dq_kernel.cuh"
-#include "cuda/sm80/operand.h"
 
 namespace splitkv::sm80 {
 
@@ -22,12 +22,12 @@ void launch_backward_kernels(const BackwardParams& params, const BackwardWorkArr
 template <typename Element>
 void launch_backward_of(const BackwardParams& params, const BackwardWorkArrays& work,
                         const cuda::BackwardWorkShape& shape, const BackwardWorkspace& workspace) {
-    check_operand("dout", params.dout);
-    check_operand("q", params.q);
-    check_operand("k", params.k);
-    check_operand("v", params.v);
-    check_operand("dk", params.dk);
-    check_operand("dv", params.dv);
+    cuda::check_operand("dout", params.dout);
+    cuda::check_operand("q", params.q);
+    cuda::check_operand("k", params.k);
+    cuda::check_operand("v", params.v);
+    cuda::check_operand("dk", params.dk);
+    cuda::check_operand("dv", params.dv);
     switch (params.q.dim) {
         case 64:
             return launch_backward_kernels<Element, 64, 64>(params, work, shape, workspace);

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "cuda/launch.h"
-#include "cuda/sm80/operand.h"
+#include "cuda/operand.h"
 #include "cuda/sm80/partial_fwd.h"
 #include "cuda/sm80/rows.cuh"
 
@@ -266,9 +266,9 @@ template <typename Traits>
 void launch_forward_kernel(const ForwardParams& params, const cuda::ForwardItem* items,
                            const cuda::ForwardWorkShape& shape, const ForwardParts& parts) {
     constexpr double kLog2E = 1.44269504088896340736;
-    check_operand("q", params.q);
-    check_operand("k", params.k);
-    check_operand("v", params.v);
+    cuda::check_operand("q", params.q);
+    cuda::check_operand("k", params.k);
+    cuda::check_operand("v", params.v);
     ForwardKernelParams kernel_params{};
     kernel_params.q = params.q;
     kernel_params.k = params.k;

@@ -44,4 +44,30 @@ SPLITKV_DEVICE void store_box(const float* acc, float factor, uint32_t box) {
     }
 }
 
+// Columns of an accumulator [64 rows, columns], scaled and rounded, as a box whose rows are
+// swizzled over their own length of 128 or 64 bytes.
+template <typename Element, int kColumns>
+SPLITKV_DEVICE void store_rounded(const float* acc, float factor, uint32_t box) {
+    constexpr int kBytes = 2 * kColumns;  // of a row
+    static_assert(kBytes == kRowBytes || 2 * kBytes == kRowBytes,
+                  "other swizzles have other rules");
+    // Of the four 8x8 matrices of a store, this lane gives the address of one row of one.
+    const int lane = lane_of_warp();
+    const int row = warp_of_warpgroup() * 16 + lane % 16;
+    const int unit = lane / 16;  // of 8 columns, 16 bytes
+    // Units of 16 bytes trade places by the number of the 128 bytes that they lie in.
+    const int flip = row * kBytes / kRowBytes % (kBytes / 16);
+    const uint32_t target = box + row * kBytes + ((unit ^ flip) << 4);
+#pragma unroll
+    for (int group = 0; group < kColumns / 16; ++group) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* pair = acc + 8 * group + 2 * i;
+            packed[i] = ptx::cvt_rn_x2<Element>(pair[0] * factor, pair[1] * factor);
+        }
+        ptx::stmatrix_x4(target ^ (group << 5), packed);
+    }
+}
+
 }  // namespace splitkv::sm90

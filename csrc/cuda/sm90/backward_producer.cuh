@@ -87,7 +87,10 @@ struct BackwardLoader {
         work.num_segments = item.num_segments;
         work.num_steps = item.num_steps * params.tile_heads_per_kv_head;
         work.part = item.part;
-        work.turn_index = item.num_parts > 1 ? kv_head * params.num_splits + item.split : -1;
+        const bool is_split = item.num_parts > 1;
+        work.turn_index = is_split ? kv_head * params.num_splits + item.split : -1;
+        work.sum_row = work.key_begin;
+        if (params.rounds) work.sum_row = is_split ? item.split * Traits::kKeys : kIsRounded;
         return work;
     }
 
@@ -282,6 +285,7 @@ struct BackwardWriter {
     SPLITKV_DEVICE void add_piece(const KvTileWork& work, int piece) {
         const bool is_dv = piece < Traits::kDvPieces;
         const CUtensorMap* map = is_dv ? &params.dv : &params.dk;
+        const CUtensorMap* rounded_map = is_dv ? &params.rounded_dv : &params.rounded_dk;
         const int first_column =
             (is_dv ? piece : piece - Traits::kDvPieces) * Traits::kPieceColumns;
         const int consumer_columns = is_dv ? Traits::kDvColumns : Traits::kDkColumns;
@@ -291,10 +295,16 @@ struct BackwardWriter {
             const int row = Traits::kSplitsKeys ? consumer * kWarpgroupRows : 0;
             const int column =
                 first_column + (Traits::kSplitsKeys ? 0 : consumer * consumer_columns);
+            if (work.sum_row == kIsRounded) {
+                ptx::cp_async_bulk_tensor_3d_store(rounded_map,
+                                                   piece_box_address(smem, consumer, piece, 0),
+                                                   column, work.kv_head, work.key_begin + row);
+                continue;
+            }
 #pragma unroll
             for (int box = 0; box < Traits::kPieceColumns / kBoxColumns; ++box) {
                 write_box(work, map, piece_box_address(smem, consumer, piece, box),
-                          column + box * kBoxColumns, work.key_begin + row);
+                          column + box * kBoxColumns, work.sum_row + row);
             }
         }
         ptx::cp_async_bulk_commit_group();

@@ -27,8 +27,10 @@ struct alignas(16) KvTileWork {
     int32_t num_steps;  // over all segments and tile heads
     int32_t part;
     int32_t turn_index;  // counter of parts, -1 where there is one part
-    int32_t unused;
+    // First row of the item's share in the fp32 dk and dv; kIsRounded: written once, in 16 bits.
+    int32_t sum_row;
 };
+inline constexpr int kIsRounded = -1;
 
 struct BackwardKernelParams {
     CUtensorMap q;                           // [Tq, Hq, D], boxes of one row tile
@@ -36,8 +38,10 @@ struct BackwardKernelParams {
     CUtensorMap k;                           // [Tk, Hkv, D], boxes of one KV tile
     CUtensorMap v;                           // [Tk, Hkv, Dv], boxes of one KV tile
     CUtensorMap dq;                          // [Tq, Hq, D], fp32, boxes of a consumer's rows
-    CUtensorMap dk;                          // [Tk, Hkv, D], fp32, boxes of a consumer's keys
-    CUtensorMap dv;                          // [Tk, Hkv, Dv], fp32, boxes of a consumer's keys
+    CUtensorMap dk;                          // [.., Hkv, D], fp32, boxes of a consumer's keys
+    CUtensorMap dv;                          // [.., Hkv, Dv], fp32, boxes of a consumer's keys
+    CUtensorMap rounded_dk;                  // [Tk, Hkv, D], 16 bits, or empty
+    CUtensorMap rounded_dv;                  // [Tk, Hkv, Dv], 16 bits, or empty
     const cuda::BackwardItem* items;         // [num_items]
     const cuda::BackwardRowTile* row_tiles;  // [num_row_tiles]
     const cuda::BackwardSegment* segments;   // [num_segments]
@@ -55,6 +59,7 @@ struct BackwardKernelParams {
     int32_t is_head_major;
     int32_t prefetches_dq;
     int32_t accumulates;  // into dk and dv; else they are overwritten
+    int32_t rounds;       // dk and dv to 16 bits; those of split KV tiles are summed in fp32 first
     float softmax_scale;
     float scale_log2;  // softmax_scale * log2(e)
 };
@@ -160,6 +165,18 @@ struct BackwardSmem {
         }
     }
 };
+
+// Reads what consumers need of the next item, uniform over the warp; false at the end. The slot
+// stays until they release it.
+template <typename Smem>
+SPLITKV_DEVICE bool read_work(const Smem& smem, const RingCursor<kBackwardItemSlots>& at,
+                              KvTileWork* work) {
+    smem.work_barriers.wait_full(at);
+    const KvTileWork& shared = smem.work[at.stage];
+    work->key_begin = uniform(shared.key_begin);
+    work->num_steps = uniform(shared.num_steps);
+    return work->key_begin >= 0;
+}
 
 // The place of an item in a ring of one stage, as that of v or of a piece, by its place in that of
 // k: one cursor for both, as registers are scarce.

@@ -119,19 +119,6 @@ piece_box_address(const BackwardSmem<BackwardWideTraits<Element, kDimQk, kDimV>>
     return ptx::smem_address(smem.dq[consumer]) + box * kBoxBytes;
 }
 
-// Reads what a warp needs of the next item, uniform over the warp; false at the end.
-template <typename Smem>
-SPLITKV_DEVICE bool take_work(const Smem& smem, RingCursor<kBackwardItemSlots>* at,
-                              KvTileWork* work) {
-    smem.work_barriers.wait_full(*at);
-    const KvTileWork& shared = smem.work[at->stage];
-    work->key_begin = uniform(shared.key_begin);
-    work->num_steps = uniform(shared.num_steps);
-    smem.work_barriers.release(*at);
-    at->advance();
-    return work->key_begin >= 0;
-}
-
 // The place of number `index` in a ring. One count of steps stands for the cursors of all rings:
 // registers are scarce.
 template <int kNumStages>

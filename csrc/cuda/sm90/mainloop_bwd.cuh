@@ -51,19 +51,14 @@ struct BackwardConsumer {
     static SPLITKV_DEVICE int warp() { return warp_of_warpgroup(); }
     static SPLITKV_DEVICE int lane() { return lane_of_warp(); }
 
-    // Reads what consumers need of the next item, uniform over the warp; false at the end.
-    SPLITKV_DEVICE bool next_work(KvTileWork* work) {
-        smem.work_barriers.wait_full(at_work);
-        const KvTileWork& shared = smem.work[at_work.stage];
-        work->key_begin = uniform(shared.key_begin);
-        work->num_steps = uniform(shared.num_steps);
-        smem.work_barriers.release(at_work);
-        at_work.advance();
-        return work->key_begin >= 0;
+    // Adds the shares of all items of this CTA to dk and dv.
+    SPLITKV_DEVICE void run() {
+        KvTileWork work;
+        while (read_work(smem, at_work, &work)) run_item(work);
     }
 
-    // Adds the item's share to dk and dv.
-    SPLITKV_DEVICE void run(const KvTileWork& work) {
+  private:
+    SPLITKV_DEVICE void run_item(const KvTileWork& work) {
         first_key = work.key_begin + consumer * kWarpgroupRows + warp() * 16 + lane() / 4;
 #pragma unroll
         for (int i = 0; i < Traits::kHeadDimQk / 2; ++i) dk[i] = 0.0f;
@@ -74,11 +69,13 @@ struct BackwardConsumer {
         next_step<true>(work.num_steps == 1);
         for (int i = 2; i <= work.num_steps; ++i) next_step<false>(i == work.num_steps);
         last_dq();
-        stage_pieces<0>();
+        const bool is_rounded = uniform(smem.work[at_work.stage].sum_row) == kIsRounded;
+        smem.work_barriers.release(at_work);
+        at_work.advance();
+        stage_pieces<0>(is_rounded);
         at_k.advance();
     }
 
-  private:
     // Of the consumer's keys in a tile of k or v.
     SPLITKV_DEVICE int key_bytes() const { return consumer * kWarpgroupRows * kRowBytes; }
 
@@ -308,7 +305,7 @@ struct BackwardConsumer {
 
     // Leaves dv and dk for the writer, each piece as soon as its buffer is free.
     template <int kPiece>
-    SPLITKV_DEVICE void stage_pieces() {
+    SPLITKV_DEVICE void stage_pieces(bool is_rounded) {
         // No consumer still reads ds.
         if constexpr (kPiece == Traits::kDsPiece) {
             ptx::barrier_sync(kDsBarrier, kConsumerThreads);
@@ -324,13 +321,19 @@ struct BackwardConsumer {
         constexpr bool kIsDv = kPiece < Traits::kDvPieces;
         constexpr int kColumn = (kIsDv ? kPiece : kPiece - Traits::kDvPieces) * kChunkColumns;
         const float* acc = (kIsDv ? dv : dk) + kColumn / 2;
+        const float factor = kIsDv ? 1.0f : params.softmax_scale;
+        if (is_rounded) {
+            store_rounded<Element, kChunkColumns>(acc, factor,
+                                                  piece_box_address(smem, consumer, kPiece, 0));
+        } else {
 #pragma unroll
-        for (int box = 0; box < kChunkColumns / kBoxColumns; ++box) {
-            store_box(acc + box * kBoxRegisters, kIsDv ? 1.0f : params.softmax_scale,
-                      piece_box_address(smem, consumer, kPiece, box));
+            for (int box = 0; box < kChunkColumns / kBoxColumns; ++box) {
+                store_box(acc + box * kBoxRegisters, factor,
+                          piece_box_address(smem, consumer, kPiece, box));
+            }
         }
         hand_over(smem.piece_barriers[consumer].full_address(kPiece));
-        if constexpr (kPiece + 1 < Traits::kPieces) stage_pieces<kPiece + 1>();
+        if constexpr (kPiece + 1 < Traits::kPieces) stage_pieces<kPiece + 1>(is_rounded);
     }
 
     SPLITKV_DEVICE uint32_t item_parity() const { return place_of_item(at_k).parity; }
@@ -348,9 +351,7 @@ SPLITKV_DEVICE void consume_backward(const BackwardKernelParams& params,
                                      int index) {
     using Traits = BackwardTraits<Element, kDimQk, kDimV>;
     ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
-    BackwardConsumer<Traits> consumer(params, smem, index);
-    KvTileWork work;
-    while (consumer.next_work(&work)) consumer.run(work);
+    BackwardConsumer<Traits>(params, smem, index).run();
 }
 
 }  // namespace splitkv::sm90

@@ -45,7 +45,7 @@ struct GradientWarpgroup {
 
     SPLITKV_DEVICE void run() {
         KvTileWork work;
-        while (take_work(smem, &at_work, &work)) run_item(work);
+        while (read_work(smem, at_work, &work)) run_item(work);
     }
 
   private:
@@ -59,7 +59,10 @@ struct GradientWarpgroup {
         smem.k_barriers.wait_full(at_k);
         for (int i = 0; i < work.num_steps; ++i) step();
         smem.k_barriers.release(at_k);
-        stage_pieces();
+        const bool is_rounded = uniform(smem.work[at_work.stage].sum_row) == kIsRounded;
+        smem.work_barriers.release(at_work);
+        at_work.advance();
+        stage_pieces(is_rounded);
         at_k.advance();
     }
 
@@ -166,16 +169,20 @@ struct GradientWarpgroup {
     }
 
     // Leaves dv and dk for the writer, each piece as soon as the one before has been read.
-    SPLITKV_DEVICE void stage_pieces() {
+    SPLITKV_DEVICE void stage_pieces(bool is_rounded) {
         smem.dq_barriers[consumer].wait_empty_of(at.before_dq(0));
 #pragma unroll
         for (int piece = 0; piece < Traits::kPieces; ++piece) {
             if (piece > 0) wait_piece_empty(piece - 1, at_k.parity);
-            if (piece < Traits::kDvPieces) {
-                store_piece(dv + piece * kPieceRegisters, 1.0f);
+            const bool is_dv = piece < Traits::kDvPieces;
+            const float* acc = is_dv ? dv + piece * kPieceRegisters
+                                     : dk + (piece - Traits::kDvPieces) * kPieceRegisters;
+            const float factor = is_dv ? 1.0f : params.softmax_scale;
+            if (is_rounded) {
+                store_rounded<Element, Traits::kPieceColumns>(acc, factor,
+                                                              ptx::smem_address(smem.dq[consumer]));
             } else {
-                store_piece(dk + (piece - Traits::kDvPieces) * kPieceRegisters,
-                            params.softmax_scale);
+                store_piece(acc, factor);
             }
             hand_over(smem.piece_barriers[consumer].full_address(piece));
         }

@@ -64,8 +64,14 @@ BackwardKernelParams make_kernel_params(const BackwardParams& params,
     kernel_params.k = cuda::make_tensor_map("k", params.k, keys);
     kernel_params.v = cuda::make_tensor_map("v", params.v, keys);
     kernel_params.dq = cuda::make_tensor_map("dq", params.dq, {kWarpgroupRows / heads, heads});
-    kernel_params.dk = cuda::make_tensor_map("dk", params.dk, {kWarpgroupRows, 1});
-    kernel_params.dv = cuda::make_tensor_map("dv", params.dv, {kWarpgroupRows, 1});
+    kernel_params.dk = cuda::make_tensor_map("dk", workspace.dk_sums, {kWarpgroupRows, 1});
+    kernel_params.dv = cuda::make_tensor_map("dv", workspace.dv_sums, {kWarpgroupRows, 1});
+    kernel_params.rounds = static_cast<int32_t>(params.dk.dtype != DType::kFloat32);
+    if (kernel_params.rounds != 0) {
+        const cuda::TensorMapBox piece{kWarpgroupRows, 1, 2 * Traits::kPieceColumns};
+        kernel_params.rounded_dk = cuda::make_tensor_map("dk", params.dk, piece);
+        kernel_params.rounded_dv = cuda::make_tensor_map("dv", params.dv, piece);
+    }
     kernel_params.items = work.items;
     kernel_params.row_tiles = work.row_tiles;
     kernel_params.segments = work.segments;

@@ -22,6 +22,10 @@ struct BackwardWorkspace {
     int32_t* dq_turns;    // [tile heads, num_row_tiles]; null unless deterministic
     float* statistics;    // [tile heads, num_row_tiles, 2, rows]: lse in log2, delta
     int32_t* limits;      // [num_row_tiles, rows, 2]: first key and number of keys
+    // What the parts of a KV tile add to, fp32: dk and dv themselves or, where these are rounded,
+    // [num_splits * tile keys, Hkv, D or Dv].
+    Rows dk_sums;
+    Rows dv_sums;
 };
 
 // Fills statistics and limits. A row that sees no key, or has lse = -inf, gets lse = +inf, so that

@@ -25,7 +25,11 @@ struct ScoreWarpgroup {
 
     SPLITKV_DEVICE void run() {
         KvTileWork work;
-        while (take_work(smem, &at_work, &work)) run_item(work);
+        while (read_work(smem, at_work, &work)) {
+            smem.work_barriers.release(at_work);
+            at_work.advance();
+            run_item(work);
+        }
     }
 
   private:

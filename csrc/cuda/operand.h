@@ -1,5 +1,4 @@
-// What the sm_80 kernels ask of tensors that they read or write several values at a time. Host
-// code.
+// What kernels ask of tensors that they read or write 16 bytes at a time. Host code.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +6,12 @@
 #include "attention/params.h"
 #include "common/check.h"
 
-namespace splitkv::sm80 {
+namespace splitkv::cuda {
+
+inline constexpr int64_t kAlignmentBytes = 16;
 
 // Throws std::invalid_argument unless every row of every head starts at a multiple of 16 bytes.
 inline void check_operand(const char* name, const Rows& tensor) {
-    constexpr int64_t kAlignmentBytes = 16;
     const int64_t element_bytes = tensor.dtype == DType::kFloat32 ? 4 : 2;
     if (tensor.rows == 0 || tensor.heads == 0) return;
     // Torch gives any stride to a dimension of size 1; it is multiplied by 0 alone.
@@ -25,4 +25,4 @@ inline void check_operand(const char* name, const Rows& tensor) {
                   ".contiguous()");
 }
 
-}  // namespace splitkv::sm80
+}  // namespace splitkv::cuda
