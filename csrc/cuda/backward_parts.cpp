@@ -90,10 +90,11 @@ PartLength choose_length(const BackwardWorkRequest& request, const BackwardCut& 
     constexpr int64_t kManyWaves = 8;  // beyond this a split has nothing to even out
     if (dearest * request.num_sms * kManyWaves <= total) return {dearest, false};
     // Items run at speeds that differ by up to a third, for what they find in L2. One that takes
-    // more than a quarter of an SM's share, but not all of it, would end last.
+    // more than a quarter of an SM's share would end last. Far above the share KV tiles are few,
+    // and the model below finds how many parts they need.
     constexpr int64_t kItemsPerSm = 4;
     const int64_t share = total / request.num_sms;
-    if (dearest <= share && dearest * kItemsPerSm > share) {
+    if (dearest * kItemsPerSm > share && dearest * 4 <= share * 5) {
         // Alike items run side by side and at one speed: what is lost is the rest of the last wave.
         // Parts that get shorter fill it: 8192 rows against 16K keys took 4 % less time.
         if (are_alike(num_steps, dearest)) {

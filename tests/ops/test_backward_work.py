@@ -195,6 +195,13 @@ def test_unlike_items_are_cut_to_one_length() -> None:
     assert max(lengths) == lengths[0] == 32, "half of 64"
 
 
+def test_items_a_little_above_a_share_are_cut_alike() -> None:
+    """The dearest of 28 KV tiles has 56 steps, 1.14 times what the 8 heads give each SM."""
+    end = torch.arange(1, 3585, dtype=torch.int32)
+    _, items, *_ = _build(torch.zeros_like(end), end, 3584, heads=(32, 8))
+    assert int(items[:, 3].max()) == 12, "a fifth of 56"
+
+
 def test_items_of_like_cost_stay_in_the_order_of_the_keys() -> None:
     docs = torch.tensor([3000, 9000, 5000, 9000])
     ends = docs.cumsum(0)
