@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 class DType:
     float32: DType
     bfloat16: DType
@@ -13,12 +15,7 @@ class Device:
 
 class Rows:
     def __init__(
-        self,
-        *,
-        data: int,
-        dtype: DType,
-        shape: Sequence[int],
-        strides: Sequence[int],
+        self, address: int, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> None: ...
 
 class Launch:
@@ -52,13 +49,13 @@ def backward_workspace_bytes(
 ) -> int: ...
 def forward(
     *,
-    q: Rows,
-    k: Rows,
-    v: Rows,
+    q: Rows | Tensor,
+    k: Rows | Tensor,
+    v: Rows | Tensor,
     kv_begin: int,
     kv_end: int,
-    out: Rows,
-    lse: Rows,
+    out: Rows | Tensor,
+    lse: Rows | Tensor,
     softmax_scale: float,
     work: int,
     work_shape: Sequence[int],
@@ -66,17 +63,17 @@ def forward(
 ) -> None: ...
 def backward(
     *,
-    dout: Rows,
-    q: Rows,
-    k: Rows,
-    v: Rows,
-    lse: Rows,
-    delta: Rows,
+    dout: Rows | Tensor,
+    q: Rows | Tensor,
+    k: Rows | Tensor,
+    v: Rows | Tensor,
+    lse: Rows | Tensor,
+    delta: Rows | Tensor,
     kv_begin: int,
     kv_end: int,
-    dq: Rows,
-    dk: Rows,
-    dv: Rows,
+    dq: Rows | Tensor,
+    dk: Rows | Tensor,
+    dv: Rows | Tensor,
     accumulates: bool,
     softmax_scale: float,
     work: int,
@@ -85,11 +82,11 @@ def backward(
 ) -> None: ...
 def merge(
     *,
-    out: Rows,
-    lse: Rows,
-    part_out: Rows,
-    part_lse: Rows,
-    part_scale: Rows | None,
+    out: Rows | Tensor,
+    lse: Rows | Tensor,
+    part_out: Rows | Tensor,
+    part_lse: Rows | Tensor,
+    part_scale: Rows | Tensor | None,
     part_ptr: int,
     part_slots: int,
     num_slots: int,
@@ -98,9 +95,9 @@ def merge(
 ) -> None: ...
 def add(
     *,
-    total: Rows,
-    parts: Rows,
-    part_scale: Rows | None,
+    total: Rows | Tensor,
+    parts: Rows | Tensor,
+    part_scale: Rows | Tensor | None,
     part_ptr: int,
     part_slots: int,
     num_slots: int,
@@ -109,11 +106,11 @@ def add(
 ) -> None: ...
 def encode(
     *,
-    values: Rows,
-    encoded: Rows,
-    scale: Rows,
-    lse: Rows | None,
-    sent_lse: Rows | None,
+    values: Rows | Tensor,
+    encoded: Rows | Tensor,
+    scale: Rows | Tensor,
+    lse: Rows | Tensor | None,
+    sent_lse: Rows | Tensor | None,
     launch: Launch,
 ) -> None: ...
 def pack(
@@ -179,4 +176,6 @@ class BackwardWork:
 def has_cuda_kernels() -> bool: ...
 def cuda_family(major: int, minor: int) -> str: ...
 def force_cuda_family(name: str) -> None: ...
-def cuda_row_dot(*, a: Rows, b: Rows, sums: Rows, launch: Launch) -> None: ...
+def cuda_row_dot(
+    *, a: Rows | Tensor, b: Rows | Tensor, sums: Rows | Tensor, launch: Launch
+) -> None: ...

@@ -23,8 +23,7 @@ from megatron_splitkv.layout import ExchangeStage, KeyIntervals, ShardLayout
 from megatron_splitkv.ops.add import run_add
 from megatron_splitkv.ops.delta import run_delta
 from megatron_splitkv.ops.merge import run_merge
-from megatron_splitkv.ops.native import check_attention_tensors
-from megatron_splitkv.ops.partial_attention import run_backward, run_forward
+from megatron_splitkv.ops.partial_attention import partial_attention, partial_attention_backward
 from megatron_splitkv.ops.work_lists import WorkLists
 from megatron_splitkv.stages import run_stages
 from megatron_splitkv.wire import PartialFormat
@@ -141,7 +140,6 @@ def _check_tensors(
             "block_kv must be given exactly when the layout has anchors "
             f"(anchors: {layout.block is not None}, block_kv: {block_kv is not None})"
         )
-    check_attention_tensors(q, k, v)
     for name, block, context in zip("kv", block_kv or (), (k, v), strict=False):
         needed = (query_rows, *context.shape[1:])
         if block.shape != needed:
@@ -149,8 +147,6 @@ def _check_tensors(
                 f"block_kv: {name} has shape {tuple(block.shape)}, needs {needed}: one row for "
                 f"each own query row, with the heads and dim of {name}"
             )
-    if block_kv is not None:
-        check_attention_tensors(q, *block_kv)
 
 
 class _Call(NamedTuple):
@@ -261,7 +257,7 @@ def _forward(
     def attend(
         rows: Tensor, to: _KeysValues, seen: KeyIntervals, out_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        return run_forward(
+        return partial_attention(
             rows, to.k, to.v, seen.begin, seen.end, out_dtype=out_dtype,
             softmax_scale=call.softmax_scale, work=call.context.work_on(seen),
         )  # fmt: skip
@@ -328,7 +324,7 @@ def _backward(
         *,
         accumulate: bool,
     ) -> Tensor:
-        return run_backward(
+        return partial_attention_backward(
             part.dout, part.q, to.k, to.v, part.lse, part.delta, seen.begin, seen.end, *gradients,
             softmax_scale=call.softmax_scale, accumulate=accumulate,
             work=call.context.work_on(seen),

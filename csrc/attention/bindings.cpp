@@ -2,39 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <vector>
-
 #include "attention/api.h"
 #include "attention/bindings_cuda.h"
 #include "attention/fields.h"
-#include "common/check.h"
 #include "cpu/backend.h"
 
 namespace splitkv {
 namespace {
-
-// A tensor [rows, heads, dim] or [rows, heads] as torch describes it.
-struct RowsCall {
-    void* data;
-    DType dtype;
-    std::vector<int64_t> shape;
-    std::vector<int64_t> strides;
-};
-
-Rows rows_of(const RowsCall& call) {
-    const size_t num_dims = call.shape.size();
-    SPLITKV_CHECK((num_dims == 2 || num_dims == 3) && call.strides.size() == num_dims, "shape has ",
-                  num_dims, " sizes and ", call.strides.size(), " strides, needs 2 or 3 of both");
-    Rows rows{};
-    rows.data = call.data;
-    rows.dtype = call.dtype;
-    rows.rows = call.shape[0];
-    rows.heads = call.shape[1];
-    rows.dim = num_dims == 3 ? call.shape[2] : 1;
-    rows.row_stride = call.strides[0];
-    rows.head_stride = call.strides[1];
-    return rows;
-}
 
 template <typename Struct>
 Struct copy(const Struct& value) {
@@ -47,10 +21,9 @@ void bind_structs(py::module_& m) {
         .value("bfloat16", DType::kBFloat16)
         .value("float16", DType::kFloat16);
     py::enum_<Device>(m, "Device").value("cpu", Device::kCpu).value("cuda", Device::kCuda);
-    py::class_<Rows> rows(m, "Rows");
-    def_init<keep_gil>(rows, &rows_of, Field("data", &RowsCall::data),
-                       Field("dtype", &RowsCall::dtype), Field("shape", &RowsCall::shape),
-                       Field("strides", &RowsCall::strides));
+    // By position: made a dozen times a call, where a keyword costs more than its value.
+    py::class_<Rows>(m, "Rows").def(py::init(&rows_at), py::arg("address"), py::arg("dtype"),
+                                    py::arg("shape"), py::arg("strides"));
     py::class_<Launch> launch(m, "Launch");
     def_init<keep_gil>(
         launch, &copy<Launch>, Field("device", &Launch::device), Field("stream", &Launch::stream),

@@ -69,6 +69,15 @@ void bind_work(py::module_& m, const char* name, Work (*build)(const Request&), 
         .def_property_readonly("shape", [](const Work& work) { return shape_to_ints(work.shape); });
 }
 
+struct RowDotCall {
+    Rows a;
+    Rows b;
+    Rows sums;
+    Launch launch;
+};
+
+void row_dot(const RowDotCall& call) { cuda::row_dot(call.a, call.b, call.sums, call.launch); }
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
@@ -83,8 +92,8 @@ void bind_cuda(py::module_& m) {
     bind_work(m, "ForwardWork", &cuda::build_forward_work);
     bind_work(m, "BackwardWork", &cuda::build_backward_work,
               Field("is_deterministic", &cuda::BackwardWorkRequest::is_deterministic));
-    m.def("cuda_row_dot", &cuda::row_dot, py::kw_only(), py::arg("a"), py::arg("b"),
-          py::arg("sums"), py::arg("launch"), release_gil());
+    def(m, "cuda_row_dot", &row_dot, Field("a", &RowDotCall::a), Field("b", &RowDotCall::b),
+        Field("sums", &RowDotCall::sums), Field("launch", &RowDotCall::launch));
 }
 
 }  // namespace splitkv

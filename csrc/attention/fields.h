@@ -7,13 +7,14 @@
 #include <string>
 
 #include "attention/params.h"
+#include "attention/tensors.h"
 #include "cuda/family.h"
 
 namespace splitkv {
 
 namespace py = pybind11;
-using keep_gil = py::call_guard<>;
-using release_gil = py::call_guard<py::gil_scoped_release>;
+using release_gil = py::gil_scoped_release;
+struct keep_gil {};
 
 template <typename T>
 T* as_pointer(uintptr_t address) {
@@ -35,8 +36,10 @@ struct Argument<T*> {
 
 template <>
 struct Argument<Rows> {
-    using Type = const Rows*;  // nullptr for None
-    static Rows read(const Rows* rows) { return rows == nullptr ? Rows{} : *rows; }
+    using Type = py::object;  // a tensor, Rows, or None
+    static Rows read(const py::object& tensor) {
+        return tensor.is_none() ? Rows{} : rows_of(tensor);
+    }
 };
 
 template <>
@@ -59,24 +62,26 @@ struct Field {
     bool is_optional;  // Rows alone: None leaves it empty
 };
 
-// `function` of a struct as a function of the fields. A field not named here is zero.
-template <typename Result, typename Struct, typename... Fields>
+// `function` of a struct as a function of the fields, which are read before the guard takes over. A
+// field not named here is zero.
+template <typename Guard, typename Result, typename Struct, typename... Fields>
 auto of_fields(Result (*function)(const Struct&), Fields... fields) {
     return [function, fields...](typename Fields::ArgType... values) {
         Struct params{};
         ((params.*fields.member = Fields::Arg::read(values)), ...);
+        [[maybe_unused]] const Guard guard{};
         return function(params);
     };
 }
 
 template <typename Result, typename Struct, typename... Fields>
 void def(py::module_& m, const char* name, Result (*function)(const Struct&), Fields... fields) {
-    m.def(name, of_fields(function, fields...), py::kw_only(), fields.keyword()..., release_gil());
+    m.def(name, of_fields<release_gil>(function, fields...), py::kw_only(), fields.keyword()...);
 }
 
 template <typename Guard, typename Class, typename Struct, typename... Fields>
 void def_init(py::class_<Class>& bound, Class (*make)(const Struct&), Fields... fields) {
-    bound.def(py::init(of_fields(make, fields...)), py::kw_only(), fields.keyword()..., Guard());
+    bound.def(py::init(of_fields<Guard>(make, fields...)), py::kw_only(), fields.keyword()...);
 }
 
 }  // namespace splitkv

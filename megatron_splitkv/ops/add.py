@@ -7,7 +7,6 @@ import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     Rows,
-    as_rows,
     check_no_grad,
     check_slots,
     check_tensor,
@@ -72,9 +71,9 @@ def run_add(
     """`add_partials_` without its checks, for callers that made the arguments themselves."""
     summed = written_by_kernel(total)
     _kernels.add(
-        total=as_rows(summed),
-        parts=as_rows(parts),
-        part_scale=None if part_scale is None else as_rows(part_scale),
+        total=summed,
+        parts=parts,
+        part_scale=part_scale,
         part_ptr=part_ptr.data_ptr(),
         part_slots=part_slots.data_ptr(),
         num_slots=len(part_slots),

@@ -6,7 +6,6 @@ from torch import Tensor
 import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
-    as_rows,
     check_tensor,
     launch_on,
     register_op,
@@ -40,9 +39,7 @@ def run_delta(dout: Tensor, out: Tensor) -> Tensor:
     if not dout.is_cuda:
         return (dout.float() * out.float()).sum(dim=-1)
     delta = _empty_delta(dout, out)
-    _kernels.cuda_row_dot(
-        a=as_rows(dout), b=as_rows(out), sums=as_rows(delta), launch=launch_on(dout.device)
-    )
+    _kernels.cuda_row_dot(a=dout, b=out, sums=delta, launch=launch_on(dout.device))
     return delta
 
 

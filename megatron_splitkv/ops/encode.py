@@ -6,7 +6,6 @@ from torch import Tensor
 import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.ops.native import (
     Rows,
-    as_rows,
     check_no_grad,
     check_tensor,
     launch_on,
@@ -61,11 +60,11 @@ def run_encode(
 ) -> None:
     """`encode_partials_` without its checks, for callers that made the arguments themselves."""
     _kernels.encode(
-        values=as_rows(values),
-        encoded=as_rows(encoded),
-        scale=as_rows(scale),
-        lse=None if lse is None else as_rows(lse),
-        sent_lse=None if sent_lse is None else as_rows(sent_lse),
+        values=values,
+        encoded=encoded,
+        scale=scale,
+        lse=lse,
+        sent_lse=sent_lse,
         launch=launch_on(values.device),
     )
 

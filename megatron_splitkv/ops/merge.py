@@ -7,7 +7,6 @@ import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     Rows,
-    as_rows,
     check_no_grad,
     check_slots,
     check_tensor,
@@ -86,11 +85,11 @@ def run_merge(
     """`merge_partials_` without its checks, for callers that made the arguments themselves."""
     merged = written_by_kernel(out)
     _kernels.merge(
-        out=as_rows(merged),
-        lse=as_rows(lse),
-        part_out=as_rows(part_out),
-        part_lse=as_rows(part_lse),
-        part_scale=None if part_scale is None else as_rows(part_scale),
+        out=merged,
+        lse=lse,
+        part_out=part_out,
+        part_lse=part_lse,
+        part_scale=part_scale,
         part_ptr=part_ptr.data_ptr(),
         part_slots=part_slots.data_ptr(),
         num_slots=len(part_slots),

@@ -73,24 +73,15 @@ def check_attention_inputs(
     Raises:
         ValueError: shapes, dtypes, devices or strides disagree.
     """
-    check_attention_tensors(q, k, v)
-    int32, intervals = (torch.int32,), (q.shape[0],)
-    check_tensor("kv_begin", kv_begin, shape=intervals, dtypes=int32, device=q.device)
-    check_tensor("kv_end", kv_end, shape=intervals, dtypes=int32, device=q.device)
-
-
-def check_attention_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Checks query rows, `[Tq, Hq, D]`, against keys `[Tk, Hkv, D]` and values `[Tk, Hkv, Dv]`.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or strides disagree.
-    """
     device = q.device
     check_tensor("q", q, shape=(-1, -1, -1), dtypes=INPUT_DTYPES, device=device)
-    _, num_heads_q, head_dim_qk = q.shape
+    num_rows, num_heads_q, head_dim_qk = q.shape
     check_tensor("k", k, shape=(-1, -1, head_dim_qk), dtypes=(q.dtype,), device=device)
     num_keys, num_heads_kv, _ = k.shape
     check_tensor("v", v, shape=(num_keys, num_heads_kv, -1), dtypes=(q.dtype,), device=device)
+    int32 = (torch.int32,)
+    check_tensor("kv_begin", kv_begin, shape=(num_rows,), dtypes=int32, device=device)
+    check_tensor("kv_end", kv_end, shape=(num_rows,), dtypes=int32, device=device)
     if num_heads_kv == 0 or num_heads_q % num_heads_kv != 0:
         raise ValueError(
             f"q has {num_heads_q} heads, needs a multiple of the {num_heads_kv} heads of k and v"
@@ -140,16 +131,14 @@ def refusal(op: str, tensor: Tensor) -> UnsupportedError:
 Rows = _kernels.Rows
 
 
-def as_rows(tensor: Tensor | Rows) -> Rows:
-    """A `[rows, heads, dim]` or `[rows, heads]` tensor as the kernels see it: its address."""
-    if isinstance(tensor, Rows):
-        return tensor
-    return rows_at(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+def rows_at(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Rows:
+    """A `[rows, heads, dim]` or `[rows, heads]` tensor as the kernels see it; strides in elements.
 
-
-def rows_at(address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Rows:
-    """What `as_rows` would give for a tensor there; strides in elements."""
-    return Rows(data=address, dtype=native_dtype(dtype), shape=shape, strides=strides)
+    The native functions take it in place of a tensor. It holds an address alone.
+    """
+    return Rows(address, native_dtype(dtype), shape, strides)
 
 
 def written_by_kernel(tensor: Tensor) -> Tensor:

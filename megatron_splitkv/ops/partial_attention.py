@@ -15,7 +15,6 @@ from megatron_splitkv.ops.cuda import backward_work, forward_work
 from megatron_splitkv.ops.native import (
     INPUT_DTYPES,
     as_address,
-    as_rows,
     check_attention_inputs,
     check_no_grad,
     check_tensor,
@@ -69,32 +68,6 @@ def partial_attention(
         raise ValueError(f"out_dtype={out_dtype} must be float32, bfloat16 or float16")
     on_device = forward_work(q, k, v, work) if q.is_cuda else None
     return torch.ops.megatron_splitkv.partial_attention.default(
-        q,
-        k,
-        v,
-        kv_begin,
-        kv_end,
-        softmax_scale=softmax_scale,
-        out_dtype=out_dtype,
-        work=None if on_device is None else on_device.items,
-        work_shape=() if on_device is None else on_device.shape,
-    )
-
-
-def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_begin: Tensor,
-    kv_end: Tensor,
-    *,
-    softmax_scale: float,
-    out_dtype: torch.dtype,
-    work: WorkLists | None,
-) -> tuple[Tensor, Tensor]:
-    """`partial_attention` for callers that have checked the tensors."""
-    on_device = forward_work(q, k, v, work) if q.is_cuda else None
-    return _forward(
         q,
         k,
         v,
@@ -197,42 +170,6 @@ def partial_attention_backward(
     )
 
 
-def run_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    kv_begin: Tensor,
-    kv_end: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *,
-    softmax_scale: float,
-    accumulate: bool,
-    work: WorkLists | None,
-) -> Tensor:
-    """`partial_attention_backward` for callers that have checked the tensors."""
-    on_device = backward_work(q, k, v, work) if q.is_cuda else None
-    return _backward(
-        dout,
-        q,
-        k,
-        v,
-        lse,
-        delta,
-        kv_begin,
-        kv_end,
-        dk,
-        dv,
-        softmax_scale=softmax_scale,
-        accumulate=accumulate,
-        work=None if on_device is None else on_device.items,
-        work_shape=() if on_device is None else on_device.shape,
-    )
-
-
 def _empty_outputs(
     q: Tensor, _k: Tensor, v: Tensor, *_args: object, out_dtype: torch.dtype, **_kwargs: object
 ) -> tuple[Tensor, Tensor]:
@@ -273,13 +210,13 @@ def _forward(
     out, lse = _empty_outputs(q, k, v, out_dtype=out_dtype)
     workspace = _workspace(_kernels.forward_workspace_bytes, q, v, work_shape)
     _kernels.forward(
-        q=as_rows(q),
-        k=as_rows(k),
-        v=as_rows(v),
+        q=q,
+        k=k,
+        v=v,
         kv_begin=kv_begin.data_ptr(),
         kv_end=kv_end.data_ptr(),
-        out=as_rows(out),
-        lse=as_rows(lse),
+        out=out,
+        lse=lse,
         softmax_scale=softmax_scale,
         work=as_address(work),
         work_shape=work_shape,
@@ -315,17 +252,17 @@ def _backward(
         _kernels.backward_workspace_bytes, q, v, work_shape, gradient_dtype=native_dtype(dk.dtype)
     )
     _kernels.backward(
-        dout=as_rows(dout),
-        q=as_rows(q),
-        k=as_rows(k),
-        v=as_rows(v),
-        lse=as_rows(lse),
-        delta=as_rows(delta),
+        dout=dout,
+        q=q,
+        k=k,
+        v=v,
+        lse=lse,
+        delta=delta,
         kv_begin=kv_begin.data_ptr(),
         kv_end=kv_end.data_ptr(),
-        dq=as_rows(dq),
-        dk=as_rows(dk_sum),
-        dv=as_rows(dv_sum),
+        dq=dq,
+        dk=dk_sum,
+        dv=dv_sum,
         accumulates=accumulate or not q.is_cuda,
         softmax_scale=softmax_scale,
         work=as_address(work),

@@ -4,6 +4,8 @@ They say what the kernels compute, for readers and for tests; no product path ca
 take O(Tq * Hq * Tk) memory. They are not the oracle of the tests, which is fp64 and written apart.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -72,13 +74,18 @@ def merge_partials_(
     part_ptr: Tensor,
     part_slots: Tensor,
     part_scale: Tensor | None = None,
+    *,
+    accumulate: bool = True,
 ) -> None:
     """Twin of `megatron_splitkv.ops.merge_partials_`, which documents it."""
     ptr, slots = part_ptr.tolist(), part_slots.long()
     part_out = _scaled(part_out, part_scale)
+    if not accumulate:
+        out.zero_()
+        lse.fill_(-torch.inf)
     for row in range(len(out)):
         mine = slots[ptr[row] : ptr[row + 1]]
-        outs = torch.cat([out[row][None], part_out[mine]])
+        outs = torch.cat([out[row][None].float(), part_out[mine]])
         lses = torch.cat([lse[row][None], part_lse[mine]])
         top = _finite_shift(lses.amax(dim=0))
         weights = torch.exp(lses - top)
@@ -95,18 +102,43 @@ def add_partials_(
     part_ptr: Tensor,
     part_slots: Tensor,
     part_scale: Tensor | None = None,
+    *,
+    accumulate: bool = True,
 ) -> None:
     """Twin of `megatron_splitkv.ops.add_partials_`, which documents it."""
     ptr, parts = part_ptr.tolist(), _scaled(parts, part_scale)
     for row in range(len(total)):
-        for slot in part_slots[ptr[row] : ptr[row + 1]].tolist():
-            total[row] += parts[slot]
+        slots = part_slots[ptr[row] : ptr[row + 1]].tolist()
+        start = total[row] if accumulate else torch.zeros(total[row].shape, device=total.device)
+        total[row] = sum((parts[slot] for slot in slots), start)
 
 
-def encode_partials_(encoded: Tensor, scale: Tensor, values: Tensor) -> None:
+def encode_partials_(
+    encoded: Tensor,
+    scale: Tensor,
+    values: Tensor,
+    sent_lse: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> None:
     """Twin of `megatron_splitkv.ops.encode_partials_`, which documents it."""
     scale.copy_(values.abs().amax(dim=-1))
     encoded.copy_(values / torch.where(scale == 0, 1.0, scale)[..., None])
+    if sent_lse is not None and lse is not None:
+        sent_lse.copy_(lse)
+
+
+def pack_rows_(
+    packed: Tensor,
+    sources: Sequence[Tensor],
+    begins: Sequence[int],
+    rows: Tensor | None = None,
+) -> None:
+    """Twin of `megatron_splitkv.ops.pack_rows_`, which documents it."""
+    packed.zero_()
+    for source, begin in zip(sources, begins, strict=True):
+        chosen = source if rows is None else source[rows]
+        of_rows = chosen[:, None].contiguous().flatten(1).view(torch.uint8)
+        packed[:, begin : begin + of_rows.shape[1]] = of_rows
 
 
 def _scaled(parts: Tensor, scale: Tensor | None) -> Tensor:

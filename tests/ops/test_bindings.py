@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
-from megatron_splitkv.ops.native import as_rows, launch_on
+from megatron_splitkv.ops.native import launch_on, rows_at
 
 STUB = Path(__file__).resolve().parents[2] / "megatron_splitkv/_kernels.pyi"
 NUM_ROWS, NUM_KEYS, NUM_PARTS, HEADS_Q, HEADS_KV, DIM_QK, DIM_V = 5, 7, 9, 4, 2, 192, 128
@@ -91,8 +91,7 @@ def _call(op: str, device: str, *, workspace_bytes: int = 1 << 40, **changes: An
         device=getattr(_kernels.Device, device), stream=0, workspace=0, num_threads=1,
         workspace_bytes=workspace_bytes, device_index=0,
     )  # fmt: skip
-    rows = {k: as_rows(x) if isinstance(x, Tensor) else x for k, x in arguments.items()}
-    getattr(_kernels, op)(**rows, launch=launch)
+    getattr(_kernels, op)(**arguments, launch=launch)
 
 
 # The sizes of the first operand are those that the others must have.
@@ -153,6 +152,30 @@ def test_the_cpu_does_not_overwrite_gradients() -> None:
         _call("backward", "cpu", accumulates=False)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (torch.zeros(OUT).int(), ValueError, "has dtype torch.int32, needs float32, bfloat16 or"),
+        (torch.zeros(4), ValueError, "a tensor has 1 sizes and 1 strides, needs 2 or 3 of both"),
+        (torch.zeros(1, 1, 1, 1), ValueError, "a tensor has 4 sizes and 4 strides"),
+        (7, AttributeError, "'int' object has no attribute"),
+    ],
+)
+def test_what_is_no_rows_is_refused(wrong: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        _call("encode", "cpu", values=wrong)
+
+
+def test_rows_at_an_address_stand_for_a_tensor() -> None:
+    """In any of its two forms, and with strides of its own."""
+    lse, beside = torch.randn(NUM_ROWS, HEADS_Q), torch.zeros(NUM_ROWS, 3 * HEADS_Q)
+    address = beside.data_ptr() + 4 * HEADS_Q
+    rows = rows_at(address, torch.float32, (NUM_ROWS, HEADS_Q), (3 * HEADS_Q, 1))
+    _call("encode", "cpu", lse=lse, sent_lse=rows)
+    assert torch.equal(beside[:, HEADS_Q : 2 * HEADS_Q], lse)
+    assert not beside[:, :HEADS_Q].any() and not beside[:, 2 * HEADS_Q :].any()
+
+
 @pytest.mark.parametrize(("op", "name"), [("merge", "out"), ("add", "parts"), ("forward", "q")])
 def test_only_a_scale_may_be_none(op: str, name: str) -> None:
     with pytest.raises(TypeError, match="incompatible function arguments"):
@@ -187,7 +210,8 @@ def _declared() -> dict[str, list[str]]:
             inits = [x for x in node.body if isinstance(x, ast.FunctionDef) and "init" in x.name]
             if not inits:
                 continue
-            found[node.name] = [x.arg for x in inits[0].args.kwonlyargs]
+            arguments = inits[0].args
+            found[node.name] = [x.arg for x in (*arguments.args[1:], *arguments.kwonlyargs)]
         elif isinstance(node, ast.FunctionDef):
             found[node.name] = [x.arg for x in (*node.args.args, *node.args.kwonlyargs)]
     return found

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
 from megatron_splitkv.ops import merge_partials_
-from megatron_splitkv.ops.native import as_rows, launch_on
+from megatron_splitkv.ops.native import launch_on
 from tests.ops.cases import Case, Shape, check_backward, check_forward, make_case
 
 ISAS = _kernels.cpu_isas().split()
@@ -137,13 +137,13 @@ def test_outputs_beyond_two_to_the_31(is_head_far: bool) -> None:
     )
     workspace = torch.empty(num_bytes, dtype=torch.uint8)
     _kernels.forward(
-        q=as_rows(case.q),
-        k=as_rows(case.k),
-        v=as_rows(case.v),
+        q=case.q,
+        k=case.k,
+        v=case.v,
         kv_begin=case.kv_begin.data_ptr(),
         kv_end=case.kv_end.data_ptr(),
-        out=as_rows(far_out),
-        lse=as_rows(far_lse),
+        out=far_out,
+        lse=far_lse,
         softmax_scale=case.softmax_scale,
         work=0,
         work_shape=(),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
-from megatron_splitkv.ops.pack import pack_rows_
+from megatron_splitkv.ops import pack_rows_, reference
 
 # The device decides which kernel packs; what is expected is the same.
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -48,6 +48,8 @@ def test_chosen_rows_lie_side_by_side(
     expected, begins = expected_of(sources, index)
     packed = torch.full_like(expected, 255)
     pack_rows_(packed, sources, begins, index)
+    assert torch.equal(packed, expected)
+    reference.pack_rows_(packed.fill_(255), sources, begins, index)
     assert torch.equal(packed, expected)
 
 

@@ -62,6 +62,13 @@ def test_twin_of_merge() -> None:
     assert twin_lse[0, 0] == -torch.inf and (twin_out[0] == 0).all()
     torch.testing.assert_close(twin_out, out, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(twin_lse, lse, rtol=1e-6, atol=1e-6)
+    first, twin = torch.full_like(out, torch.nan).half(), torch.full_like(out, torch.nan).half()
+    reference.merge_partials_(
+        twin, twin_lse, part_out, part_lse, ptr, slots, scale, accumulate=False
+    )
+    merge_partials_(first, lse, part_out, part_lse, ptr, slots, scale, accumulate=False)
+    torch.testing.assert_close(twin, first)
+    torch.testing.assert_close(twin_lse, lse, rtol=1e-6, atol=1e-6)
 
 
 def test_twins_of_encode_and_add() -> None:
@@ -69,11 +76,15 @@ def test_twins_of_encode_and_add() -> None:
     values[4, 1] = 0.0
     coded = [(torch.empty(12, 2, 8, dtype=torch.float16), torch.empty(12, 2)) for _ in range(2)]
     encode_partials_(*coded[0], values)
-    reference.encode_partials_(*coded[1], values)
-    assert all(map(torch.equal, *coded))
+    sent_lse, lse = torch.empty(12, 2), torch.randn(12, 2)
+    reference.encode_partials_(*coded[1], values, sent_lse, lse)
+    assert all(map(torch.equal, *coded)) and torch.equal(sent_lse, lse)
     ptr, slots = torch.tensor([0, 5, 5, 9]).int(), torch.tensor([3, 11, 0, 4, 4, 1, 2, 7, 8]).int()
     twin = total.clone()
     encoded, scale = coded[0]
     reference.add_partials_(twin, encoded, ptr, slots, scale)
     add_partials_(total, encoded, ptr, slots, scale)
+    torch.testing.assert_close(total, twin, rtol=1e-6, atol=1e-5)
+    reference.add_partials_(twin, encoded, ptr, slots, scale, accumulate=False)
+    add_partials_(total, encoded, ptr, slots, scale, accumulate=False)
     torch.testing.assert_close(total, twin, rtol=1e-6, atol=1e-5)
