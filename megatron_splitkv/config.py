@@ -21,9 +21,9 @@ class SplitKVConfig:
             multiples where the balance allows. None takes the largest power of two up to 512 that
             leaves each rank at least 16 blocks.
         num_stages: upper bound on the number of exchanges that the other ranks' query rows are cut
-            into: by rank, and beyond `cp - 1` also by rows. More stages mean smaller buffers and
-            more overlap, and more collectives. None makes as many that each brings at most half as
-            many rows as a rank owns, and no fewer than 4096.
+            into; each brings some blocks of the rows of every rank. More stages mean smaller
+            buffers and more overlap, and more collectives. None makes as many that each brings
+            about half as many rows as a rank owns, and no fewer than about 8192.
         partial_dtype: wire format of returned partial outputs and query gradients: "fp32", "bf16",
             "fp16" (beside an fp32 scale for each row and head), or "auto", which is fp16 for bf16
             inputs and else fp32. Merging is always done in fp32.

@@ -13,12 +13,13 @@ from cp_replay import (
     Recorder,
     ReplayTransport,
     Trace,
+    Work,
     bytes_sent,
     compute_ms,
     median_trace,
     simulate,
 )
-from cp_report import Line
+from cp_report import Line, PassTimes
 
 WARM_UP_ROUNDS = 1
 MAX_TRIES = 4  # of a timed run whose pause was too short; each makes the next pause longer
@@ -113,7 +114,9 @@ def measure_replay(m: Measurement, cp_sizes: Sequence[int], link: Link, say: Say
     for turn in range(WARM_UP_ROUNDS + m.rounds):
         for (name, cp_size), ranks in programs.items():
             say(f"{m.workload.name}: round {turn} of {m.rounds}, {name} cp {cp_size}")
-            for rank in ranks:
+            # Another rank first in each round: a card slows down behind the long step of one GPU.
+            first = turn * len(ranks) // (WARM_UP_ROUNDS + m.rounds)
+            for rank in ranks[first:] + ranks[:first]:
                 num_short += not rank.run(f"{name} {cp_size}", pause, turn >= WARM_UP_ROUNDS)
     if num_short:
         say(f"{m.workload.name}: {num_short} runs outlasted every pause; launch gaps are in")
@@ -184,4 +187,15 @@ def _replay_line(
         wire_ms=forward_wire + backward_wire,
         exposed_ms=step_ms - max(compute),
         peak_gib=gib(max(rank.peak_bytes for rank in ranks)),
+        ranks=tuple((_times(a), _times(b)) for a, b in zip(forward, backward, strict=True)),
+    )
+
+
+def _times(trace: Trace) -> PassTimes:
+    works = [item for item in trace if isinstance(item, Work)]
+    calls = [work for work in works if work.rows]
+    return PassTimes(
+        rows=tuple(work.rows for work in calls),
+        kernel_ms=tuple(work.kernel_ms for work in calls),
+        other_ms=sum(work.other_ms for work in works),
     )

@@ -18,11 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_splitkv import attention
 from megatron_splitkv.comm import Counts, Pending, empty_rows
 from megatron_splitkv.ops.native import OP_NAMESPACE
 
@@ -33,6 +35,7 @@ _KERNEL_NAMES = (
     f"{OP_NAMESPACE}::partial_attention",
     f"{OP_NAMESPACE}::partial_attention_backward",
 )
+_DIRECT_CALLS = ("run_forward", "run_backward")  # of `attention`
 PAUSE_SHARE = 1.3  # of the time that the host took to queue the same work before
 S_PER_CALL = 80e-6  # of the host, for one torch call that is written down
 CYCLES_PER_S = 1.9e9  # no card counts faster
@@ -82,10 +85,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Compute between two points of a rank's program, milliseconds."""
+    """Compute between two points of a rank's program, milliseconds.
+
+    Attributes:
+        kernel_ms: partial attention or its backward.
+        other_ms: all else.
+        rows: query rows that the kernels took.
+    """
 
     kernel_ms: float
     other_ms: float
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +131,12 @@ class Recorder(TorchDispatchMode):
         self._device = device
         self._kind = OTHERS
         self.num_calls = 0
-        self._marks: list[tuple[Any, str | Start | Wait]] = []
+        self._marks: list[tuple[Any, str | int | Start | Wait]] = []
+        # The product calls the kernels itself, not through torch.
+        calls: dict[str, Any] = {
+            name: self._watched(getattr(attention, name)) for name in _DIRECT_CALLS
+        }
+        self._watch = mock.patch.multiple(attention, **calls)
 
     def __torch_dispatch__(
         self,
@@ -130,12 +145,23 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Runs one torch call; a change between kernels and the rest is a mark."""
+        """Runs one torch call; where kernels begin and end is a mark."""
         self.num_calls += 1
-        is_kernel = func.name().partition(".")[0] in _KERNEL_NAMES
-        if self._kind != MADE_UP:
-            self.become(KERNELS if is_kernel else OTHERS)
-        return func(*args, **(kwargs or {}))
+        is_kernel = func.name().partition(".")[0] in _KERNEL_NAMES and self._kind != MADE_UP
+        run = self._watched(func) if is_kernel else func
+        return run(*args, **(kwargs or {}))
+
+    def _watched[T](self, call: Callable[..., T]) -> Callable[..., T]:
+        """The same call of the kernels, written down; its first argument has the query rows."""
+
+        def run(*args: Any, **kwargs: Any) -> T:  # noqa: ANN401
+            self.become(KERNELS)
+            self._marks.append((self._marks[-1][0], len(args[0])))
+            result = call(*args, **kwargs)
+            self.become(OTHERS)
+            return result
+
+        return run
 
     def become(self, kind: str) -> None:
         """From here on, work is of that kind."""
@@ -151,6 +177,7 @@ class Recorder(TorchDispatchMode):
         self._kind = OTHERS
         self.num_calls = 0
         self._marks = [(self._now(), OTHERS)]
+        self._watch.start()
         return super().__enter__()
 
     def __exit__(
@@ -160,6 +187,7 @@ class Recorder(TorchDispatchMode):
         traceback: TracebackType | None,
     ) -> None:
         super().__exit__(exc_type, exc_value, traceback)
+        self._watch.stop()
         self._marks.append((self._now(), OTHERS))
 
     def trace(self) -> Trace:
@@ -167,16 +195,20 @@ class Recorder(TorchDispatchMode):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         found: Trace = []
-        kind = OTHERS
+        kind, rows = OTHERS, 0
         times = {KERNELS: 0.0, OTHERS: 0.0, MADE_UP: 0.0}
 
         def close() -> None:
-            found.append(Work(kernel_ms=times[KERNELS], other_ms=times[OTHERS]))
+            nonlocal rows
+            found.append(Work(kernel_ms=times[KERNELS], other_ms=times[OTHERS], rows=rows))
             times.update(dict.fromkeys(times, 0.0))
+            rows = 0
 
         for (at, what), (until, _) in zip(self._marks, self._marks[1:], strict=False):
             if isinstance(what, str):
                 kind = what
+            elif isinstance(what, int):
+                rows += what
             else:
                 close()
                 found.append(what)
@@ -343,6 +375,7 @@ def median_trace(traces: Sequence[Trace]) -> Trace:
                 Work(
                     kernel_ms=statistics.median(work.kernel_ms for work in works),
                     other_ms=statistics.median(work.other_ms for work in works),
+                    rows=works[0].rows,
                 )
             )
         else:

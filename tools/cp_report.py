@@ -10,6 +10,22 @@ WIDTH = 190
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PassTimes:
+    """Compute of one rank in one direction, milliseconds.
+
+    Attributes:
+        rows: query rows that kernels take between two collectives, in order: of split-kv the own
+            ones, then those of each stage.
+        kernel_ms: of the kernels there.
+        other_ms: all else, over the whole direction.
+    """
+
+    rows: tuple[int, ...]
+    kernel_ms: tuple[float, ...]
+    other_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """What one method did with one workload; a step is one forward and one backward.
 
@@ -31,6 +47,7 @@ class Line:
         host_ms: what the host of the slowest rank took to queue a step; not in it; real.
         spread: longest minus shortest step, as a share of the median; real.
         note: why there are no figures.
+        ranks: forward and backward of each rank, for files; replay.
     """
 
     workload: str
@@ -51,6 +68,7 @@ class Line:
     host_ms: float | None = None
     spread: float | None = None
     note: str = ""
+    ranks: tuple[tuple[PassTimes, PassTimes], ...] = ()
 
     @property
     def step_ms(self) -> float | None:

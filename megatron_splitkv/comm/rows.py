@@ -153,10 +153,13 @@ def gather_rows(
     pending = transport.all_gather(row_format.pack(tensors))
 
     def others() -> Tensor:
-        gathered = pending.wait()
-        if transport.rank == 0:
+        # Closes the gap of the own rows from the end that is nearer.
+        gathered, rank = pending.wait(), transport.rank
+        if 2 * rank < transport.size:
+            for slot in range(rank, 0, -1):
+                gathered[slot].copy_(gathered[slot - 1])
             return gathered[1:].flatten(0, 1)
-        for slot in range(transport.rank, transport.size - 1):  # closes the gap of the own rows
+        for slot in range(rank, transport.size - 1):
             gathered[slot].copy_(gathered[slot + 1])
         return gathered[:-1].flatten(0, 1)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_splitkv.layout.shard import expand_ranges, token_index
-from megatron_splitkv.plan import Anchors, Plan, Queries, RowExchange, plan_exchange
+from megatron_splitkv.plan import Anchors, Plan, Queries, RowExchange, StageRows, plan_exchange
 from megatron_splitkv.plan.plan import Int64Array
 
 
@@ -34,9 +34,10 @@ class KeyIntervals:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExchangeStage:
-    """One exchange of query rows with some of the other ranks.
+    """One exchange of some of the query rows of every rank.
 
-    Rows travel grouped by peer in rank order, and inside a peer in stream order, on both ends.
+    All answers to a row come back in the same stage. Rows travel grouped by peer in rank order, and
+    inside a peer in stream order, on both ends.
 
     Attributes:
         send_rows: `[S]` int64, local query row of each row sent.
@@ -75,7 +76,7 @@ class ShardLayout:
             sees, else None.
         kv_padding: `[num_kv_rows]` bool, True at pads; None when the pack has none.
         query_padding: likewise for the own query rows, `[num_query_rows]`.
-        stages: exchanges with the other ranks, nearest first, without those of no row at all.
+        stages: exchanges with the other ranks, without those of no row at all.
     """
 
     fingerprint: str
@@ -129,8 +130,7 @@ def build_layout(
     Args:
         plan: the placement.
         cp_rank: rank in the context-parallel group.
-        num_stages: upper bound on the number of exchanges; from `cp_size - 1` on, the rows of one
-            rank at most arrive at a time. None bounds the rows of each instead.
+        num_stages: upper bound on the number of exchanges; None bounds the rows of each instead.
         queries: the mask of this call where it is not the plan's own, see `plan_exchange`.
     Raises:
         ValueError: `cp_rank` outside the group, or `queries` with other query rows.
@@ -163,11 +163,7 @@ def build_layout(
 
 
 class _StageBuilder:
-    """Cuts the exchange of one rank into stages by the distance between ranks, then by rows.
-
-    In the stage of distances D a rank sends to `rank - d` and receives from `rank + d` for d in D,
-    so every rank is busy in every stage. A joint exchange is one stage of all distances, 0 too.
-    """
+    """The exchange of one rank in stages; a joint one is a single stage with the own rows."""
 
     def __init__(
         self,
@@ -190,54 +186,16 @@ class _StageBuilder:
         return KeyIntervals.on_host(begin, end)
 
     def stages(self, owned: Int64Array, num_stages: int | None) -> tuple[ExchangeStage, ...]:
-        if self.cp_size == 1:
-            return ()
-        num_groups, num_pieces = self.exchange.cuts(num_stages)
-        everything = self.exchange.is_all_gather(num_stages)
-        is_joint = self.exchange.is_joint
-        counts = self.exchange.counts if is_joint else self.exchange.sent(num_stages)
-        ranks = np.arange(self.cp_size)
-        distance = (ranks[:, None] - ranks) % self.cp_size  # from the row's rank to its peer's
-        stages: list[ExchangeStage] = []
-        for group in np.array_split(ranks if is_joint else ranks[1:], num_groups):
-            in_group = np.isin(distance, group)
-            of_group = np.where(in_group, counts, 0)
-            sent, received = (
-                [self._rows(*pair, everything) if in_group[pair] else _NOTHING for pair in pairs]
-                for pairs in (
-                    [(self.cp_rank, peer) for peer in range(self.cp_size)],
-                    [(peer, self.cp_rank) for peer in range(self.cp_size)],
-                )
-            )
-            for index in range(num_pieces):
-                piece = _Piece(index, num_pieces)
-                counts_of_piece = piece.count(of_group)
-                if not counts_of_piece.any():  # on no rank
-                    continue
-                stages.append(
-                    self._stage(
-                        owned,
-                        np.concatenate([piece.of(rows) for rows in sent]),
-                        np.concatenate([piece.of(rows) for rows in received]),
-                        counts_of_piece,
-                        everything,
-                    )
-                )
-        return tuple(stages)
+        return tuple(
+            self._stage(owned, stage)
+            for stage in self.exchange.stages(num_stages)
+            if stage.counts.any()  # else no rank has a row in it
+        )
 
-    def _rows(self, source: int, destination: int, everything: bool) -> Int64Array:
-        if everything:
-            return expand_ranges(self.exchange.owned[source])
-        return expand_ranges(self.exchange.ranges(source, destination))
-
-    def _stage(
-        self,
-        owned: Int64Array,
-        sent: Int64Array,
-        received: Int64Array,
-        counts: Int64Array,
-        everything: bool,
-    ) -> ExchangeStage:
+    def _stage(self, owned: Int64Array, stage: StageRows) -> ExchangeStage:
+        rank, ranks = self.cp_rank, range(self.cp_size)
+        sent = np.concatenate([expand_ranges(stage.ranges(rank, peer)) for peer in ranks])
+        received = np.concatenate([expand_ranges(stage.ranges(peer, rank)) for peer in ranks])
         send_rows = np.searchsorted(owned, sent)
         begin, end = 0, len(owned)
         if not self.exchange.is_joint:
@@ -247,31 +205,13 @@ class _StageBuilder:
         pointers = np.concatenate([[0], np.cumsum(times_sent)]).astype(np.int32)
         return ExchangeStage(
             send_rows=torch.from_numpy(send_rows),
-            counts=counts,
-            is_all_gather=everything,
+            counts=stage.counts,
+            is_all_gather=stage.is_all_gather,
             intervals=self.intervals(received),
             returned=(begin, end),
             return_ptr=torch.from_numpy(pointers),
             return_slots=torch.from_numpy(np.argsort(send_rows, kind="stable").astype(np.int32)),
         )
-
-
-_NOTHING = np.empty(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One of `num` nearly equal pieces of some rows; sender and receiver cut alike."""
-
-    index: int
-    num: int
-
-    def of(self, rows: Int64Array) -> Int64Array:
-        begin, end = (len(rows) * edge // self.num for edge in (self.index, self.index + 1))
-        return rows[begin:end]
-
-    def count(self, counts: Int64Array) -> Int64Array:
-        return counts * (self.index + 1) // self.num - counts * self.index // self.num
 
 
 def _block_intervals(queries: Queries, num_rows: int) -> KeyIntervals | None:

@@ -85,8 +85,8 @@ def add_splitkv_args(parser: ArgumentParser) -> ArgumentParser:
         default=defaults.num_stages,
         metavar="N",
         help="most exchanges that the other ranks' queries are cut into: 1 is everything at once, "
-        "8 takes less memory and overlaps more (default: as many that each brings at most half the "
-        "rows of a rank)",
+        "8 takes less memory and overlaps more (default: as many that each brings about half the "
+        "rows of a rank, or 8192)",
     )
     _add_exchange_args(group, defaults)
     _add_balance_args(group, defaults)

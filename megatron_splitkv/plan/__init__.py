@@ -1,7 +1,7 @@
 """Planning in plain integers: documents -> KV blocks -> costs -> placement. Never imports torch."""
 
 from megatron_splitkv.plan.cache import PlanCache
-from megatron_splitkv.plan.exchange import RowExchange, plan_exchange
+from megatron_splitkv.plan.exchange import RowExchange, StageRows, plan_exchange
 from megatron_splitkv.plan.plan import Machine, Plan, make_plan, plan_from_json
 from megatron_splitkv.plan.planner import Planner, Timing
 from megatron_splitkv.plan.queries import (
@@ -26,6 +26,7 @@ __all__ = [
     "Prefix",
     "Queries",
     "RowExchange",
+    "StageRows",
     "Suffix",
     "Timing",
     "Window",

@@ -170,6 +170,38 @@ def test_uneven_items_take_a_quarter_of_a_share_at_most() -> None:
     assert shape["prefetches_dq"], "each row tile meets 16 or 32 KV tiles"
 
 
+def test_alike_items_stay_whole_where_they_fill_waves() -> None:
+    """32 KV tiles of 8 heads are 1.94 waves of 132 items."""
+    shape, *_ = _build(*_full(2048, 4096), 4096, heads=(32, 8))
+    assert shape["num_splits"] == 0
+
+
+def test_parts_of_alike_items_get_shorter() -> None:
+    """124 KV tiles of 4 heads are 3.76 waves: the rest of the fourth is filled."""
+    shape, items, *_ = _build(*_full(4096, 15872), 15872, heads=(32, 4))
+    assert shape["num_splits"] == 124
+    assert items[:, 3].tolist() == [32] * 124 + [16] * 124 + [8] * 248
+    assert items[:124, 0].tolist() == list(range(124)), "those of a length in the order of the keys"
+
+
+def test_unlike_items_are_cut_to_one_length() -> None:
+    """The first 62 of 128 KV tiles have 64 steps, the others fewer and fewer; some with nearly as
+    many would be the longest items if only the dearest were cut.
+    """
+    end = torch.linspace(7936, 16384, 4096).int()
+    shape, items, *_ = _build(torch.zeros_like(end), end, 16384, heads=(32, 4))
+    lengths = items[:, 3].tolist()
+    assert shape["num_splits"] > 62
+    assert max(lengths) == lengths[0] == 32, "half of 64"
+
+
+def test_items_a_little_above_a_share_are_cut_alike() -> None:
+    """The dearest of 28 KV tiles has 56 steps, 1.14 times what the 8 heads give each SM."""
+    end = torch.arange(1, 3585, dtype=torch.int32)
+    _, items, *_ = _build(torch.zeros_like(end), end, 3584, heads=(32, 8))
+    assert int(items[:, 3].max()) == 12, "a fifth of 56"
+
+
 def test_items_of_like_cost_stay_in_the_order_of_the_keys() -> None:
     docs = torch.tensor([3000, 9000, 5000, 9000])
     ends = docs.cumsum(0)

@@ -18,7 +18,7 @@ from megatron_splitkv.plan import (
     make_plan,
     plan_exchange,
 )
-from megatron_splitkv.plan.exchange import MIN_STAGE_ROWS
+from megatron_splitkv.plan.exchange import DEALT_ROWS, MIN_STAGE_ROWS
 from tests.packs import owner_of_rows, owner_of_tokens, packs, plan_mask, query_specs
 
 
@@ -49,8 +49,31 @@ def check_exchange(exchange: RowExchange, owner: np.ndarray, sees: np.ndarray) -
         for destination in range(cp_size):
             travels = (owner == source) & sees[:, destination]
             assert exchange.counts[source, destination] == travels.sum()
-            ranges = exchange.ranges(source, destination)
-            np.testing.assert_array_equal(members(ranges, num_rows), travels)
+    for num_stages in (1, 2, 5):
+        check_stages(exchange, num_stages, owner, sees)
+
+
+def check_stages(
+    exchange: RowExchange, num_stages: int, owner: np.ndarray, sees: np.ndarray
+) -> None:
+    """Each row travels in one stage, to whom it must, and the counts are those of the ranges."""
+    num_rows, cp_size = sees.shape
+    stages = exchange.stages(num_stages)
+    assert len(stages) == exchange.num_exchanges(num_stages) <= num_stages
+    travels = np.zeros((len(stages), cp_size, cp_size, num_rows), dtype=bool)
+    for index, stage in enumerate(stages):
+        for source, destination in np.ndindex(cp_size, cp_size):
+            rows = members(stage.ranges(source, destination), num_rows)
+            assert stage.counts[source, destination] == rows.sum()
+            travels[index, source, destination] = rows
+    assert (travels.any(axis=(1, 2)).sum(axis=0) <= 1).all(), "a row in one stage"
+    if not stages:
+        return
+    is_all = stages[0].is_all_gather
+    for source, destination in np.ndindex(cp_size, cp_size):
+        due = (owner == source) & (is_all | sees[:, destination])
+        due &= (source != destination) | exchange.is_joint
+        np.testing.assert_array_equal(travels[:, source, destination].any(axis=0), due)
 
 
 @settings(max_examples=200, deadline=None)
@@ -104,9 +127,7 @@ def test_all_gather_when_everyone_needs_nearly_everything():
     assert not plan_exchange(make_plan([513], 4, queries=Full(), block_size=1)).is_all_gather(1), (
         "uneven shards"
     )
-    assert plan_exchange(make_plan([512], 2, queries=Full(), block_size=1)).is_all_gather(3), (
-        "two ranks have one stage at most"
-    )
+    assert plan_exchange(make_plan([512], 2, queries=Full(), block_size=1)).is_all_gather(1)
     assert not plan_exchange(make_plan([512], 1, queries=Full())).is_all_gather(1)
     causal = plan_exchange(make_plan([512], 4, block_size=64))
     assert not causal.is_all_gather(1)
@@ -115,23 +136,34 @@ def test_all_gather_when_everyone_needs_nearly_everything():
     assert sparse.sent(1).sum() < 64
 
 
-def test_ranks_are_parted_before_rows_are_cut():
-    rows = 3 * MIN_STAGE_ROWS
-    of_two = plan_exchange(make_plan([2 * rows], 2, queries=Full(), block_size=64))
-    assert [of_two.cuts(bound) for bound in (1, 2, 3, 9)] == [(1, 1), (1, 2), (1, 3), (1, 3)]
-    of_four = plan_exchange(make_plan([4 * rows], 4, queries=Full(), block_size=64))
-    assert [of_four.cuts(bound) for bound in (2, 3, 5, 6, 99)] == [
-        (2, 1), (3, 1), (3, 1), (3, 2), (3, 3),
-    ]  # fmt: skip
-    # By default a stage brings half of the rows that a rank owns, or the least that are cut off.
-    assert plan_exchange(make_plan([8 * rows], 2, queries=Full(), block_size=64)).cuts(None) == (
-        1,
-        2,
-    )
-    assert of_four.cuts(None) == (3, 2)
-    assert plan_exchange(make_plan([64], 4, queries=Full())).cuts(None) == (1, 1)
-    assert [of_four.num_exchanges(bound) for bound in (2, 6)] == [2, 6]
-    assert plan_exchange(make_plan([rows], 1)).num_exchanges(4) == 0
+def test_stages_bring_half_of_the_own_rows_by_default():
+    rows = 4 * MIN_STAGE_ROWS
+    full = {
+        cp_size: plan_exchange(make_plan([cp_size * rows], cp_size, queries=Full(), block_size=64))
+        for cp_size in (1, 2, 4)
+    }
+    assert [full[cp_size].num_exchanges(None) for cp_size in (1, 2, 4)] == [0, 2, 6]
+    assert [full[4].num_exchanges(bound) for bound in (1, 2, 5, 99)] == [1, 2, 5, 99]
+    # No fewer than MIN_STAGE_ROWS: half as many again are one stage.
+    for length, due in ((2.8, 1), (3.2, 2), (16, 4)):
+        plan = make_plan([int(length * MIN_STAGE_ROWS)], 2, queries=Full(), block_size=64)
+        assert plan_exchange(plan).num_exchanges(None) == min(due, 2)
+    small = plan_exchange(make_plan([64], 4, queries=Full()))
+    assert [small.num_exchanges(bound) for bound in (None, 3, 99)] == [1, 3, 16]
+
+
+def test_stages_are_even():
+    """A causal document: later rows see more keys, and travel to more ranks."""
+    exchange = plan_exchange(make_plan([32768], 4))
+    stages = exchange.stages(4)
+    counts = np.stack([stage.counts for stage in stages])
+    assert (counts.sum(axis=0) == exchange.travelling()).all()
+    received = counts.sum(axis=1)
+    assert (received.max(axis=0) - received.min(axis=0) <= 3 * DEALT_ROWS).all()
+    assert (received.max(axis=0) <= 1.1 * received.mean(axis=0)).all()
+    for stage in stages:
+        for ranges in stage.owned:
+            assert (ranges % DEALT_ROWS == 0).all()
 
 
 def test_all_gather_counts_every_row():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -103,6 +104,20 @@ def test_the_recorder_tells_kernels_from_the_rest_and_counts_calls():
     with recorder:
         torch.zeros(3)
     assert recorder.num_calls == 1
+
+
+def test_the_recorder_counts_rows_of_kernels():
+    recorder = Recorder(CPU)
+    q, keys = torch.ones(3, 1, 16), torch.ones(5, 1, 16)
+    begin, end = torch.zeros(3, dtype=torch.int32), torch.full((3,), 5, dtype=torch.int32)
+    with recorder:
+        for _ in range(2):
+            partial_attention(q, keys, keys, begin, end, softmax_scale=1.0)
+        recorder.note(Wait(index=0))
+        partial_attention(q, keys, keys, begin, end, softmax_scale=1.0)
+    works = [item for item in recorder.trace() if isinstance(item, Work)]
+    assert [work.rows for work in works] == [6, 3]
+    assert all(work.kernel_ms > 0 for work in works)
 
 
 def test_rows_that_are_made_up_take_no_time_of_the_rank(monkeypatch):
@@ -237,6 +252,10 @@ def test_replay_command(tmp_path):
     for line in lines:
         assert line["step_ms"] > 0 and line["sent_mb"] > 0 and line["kernel_imbalance"] >= 1
         assert 0 < line["other_share"] < 1 and line["wire_ms"] > 0
+        kernels = [sum(sum(way["kernel_ms"]) for way in rank) for rank in line["ranks"]]
+        assert max(kernels) / mean(kernels) == pytest.approx(line["kernel_imbalance"])
+    own_and_others = [way["rows"] for way in lines[0]["ranks"][0]]
+    assert own_and_others[0] == own_and_others[1] and own_and_others[0][0] == 125
     written = table.read_text().splitlines()
     assert sum(line.startswith("|") for line in written) == 2 + 8
     assert len({line.count("|") for line in written[:10]}) == 1
