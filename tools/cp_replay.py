@@ -18,13 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_splitkv import attention
 from megatron_splitkv.comm import Counts, Pending, empty_rows
 from megatron_splitkv.ops.native import OP_NAMESPACE
 
@@ -35,7 +33,6 @@ _KERNEL_NAMES = (
     f"{OP_NAMESPACE}::partial_attention",
     f"{OP_NAMESPACE}::partial_attention_backward",
 )
-_DIRECT_CALLS = ("run_forward", "run_backward")  # of `attention`
 PAUSE_SHARE = 1.3  # of the time that the host took to queue the same work before
 S_PER_CALL = 80e-6  # of the host, for one torch call that is written down
 CYCLES_PER_S = 1.9e9  # no card counts faster
@@ -132,11 +129,6 @@ class Recorder(TorchDispatchMode):
         self._kind = OTHERS
         self.num_calls = 0
         self._marks: list[tuple[Any, str | int | Start | Wait]] = []
-        # The product calls the kernels itself, not through torch.
-        calls: dict[str, Any] = {
-            name: self._watched(getattr(attention, name)) for name in _DIRECT_CALLS
-        }
-        self._watch = mock.patch.multiple(attention, **calls)
 
     def __torch_dispatch__(
         self,
@@ -148,20 +140,13 @@ class Recorder(TorchDispatchMode):
         """Runs one torch call; where kernels begin and end is a mark."""
         self.num_calls += 1
         is_kernel = func.name().partition(".")[0] in _KERNEL_NAMES and self._kind != MADE_UP
-        run = self._watched(func) if is_kernel else func
-        return run(*args, **(kwargs or {}))
-
-    def _watched[T](self, call: Callable[..., T]) -> Callable[..., T]:
-        """The same call of the kernels, written down; its first argument has the query rows."""
-
-        def run(*args: Any, **kwargs: Any) -> T:  # noqa: ANN401
+        if is_kernel:
             self.become(KERNELS)
-            self._marks.append((self._marks[-1][0], len(args[0])))
-            result = call(*args, **kwargs)
+            self._marks.append((self._marks[-1][0], len(args[0])))  # `[rows, heads, dim]` in both
+        result = func(*args, **(kwargs or {}))
+        if is_kernel:
             self.become(OTHERS)
-            return result
-
-        return run
+        return result
 
     def become(self, kind: str) -> None:
         """From here on, work is of that kind."""
@@ -177,7 +162,6 @@ class Recorder(TorchDispatchMode):
         self._kind = OTHERS
         self.num_calls = 0
         self._marks = [(self._now(), OTHERS)]
-        self._watch.start()
         return super().__enter__()
 
     def __exit__(
@@ -187,7 +171,6 @@ class Recorder(TorchDispatchMode):
         traceback: TracebackType | None,
     ) -> None:
         super().__exit__(exc_type, exc_value, traceback)
-        self._watch.stop()
         self._marks.append((self._now(), OTHERS))
 
     def trace(self) -> Trace:
