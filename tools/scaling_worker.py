@@ -91,7 +91,7 @@ def run(job: Job, output: Path, world: World, transport: Transport | None) -> No
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
         took_s = time.time() - begin
-        say(f"{case.workload.name}: took {took_s:.1f} s, estimated {seconds:.1f} s")
+        say(f"{case.workload.name}: took {took_s:.1f} s of {seconds:.1f} s set apart")
         step_s = sum(line.step_ms or 0.0 for line in found) * 1e-3
         pace = pace.after(case, paid, took_s, step_s)
         paid |= once_seconds(case).keys()
