@@ -11,24 +11,27 @@ Then the terms of `plan_blocks.py --simulate` are fitted to all groups but the l
 that one, and projected to 1024 ranks on nodes of 8. A pair of nodes is not measured: its wire is
 what --network-gbs says.
 
-A run keeps to --budget-s: the dearest other methods are dropped first, then the dearest workloads,
-and the report names them. The files are written anew after each workload, so that a run that is
-ended leaves what it had. Start it with python; it starts the ranks itself.
+A run keeps to --budget-s: what matters most comes first, and a workload starts if the time left
+allows it, by what those before took. First comes weak scaling with the first of --tokens, ours and
+then each other method; then strong scaling; then the other sizes. The report names what did not
+run. The files are written anew after each workload, so that a run that is ended leaves what it had.
+Start it with python; it starts the ranks itself.
 
 examples:
   python tools/bench_scaling.py --json scaling.json --markdown scaling.md --plot scaling.png
-  python tools/bench_scaling.py --cp 1 2 --tokens 16384 65536 --methods split-kv te-p2p
+  python tools/bench_scaling.py --cp 1 2 --tokens 65536 16384 --methods split-kv te-p2p
   python tools/bench_scaling.py --device cpu --cp 1 2 --tokens 256 --rows 64 --strong 1k-gqa
 """
 
 import argparse
 import json
 import os
+import pickle
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -40,7 +43,18 @@ from cp_peers import PEERS
 from cp_report import Line
 from cp_workloads import workload_of
 from device_info import describe_device, in_words
-from scaling_cases import OURS, START_S, Case, Pace, all_cases, fit_into, weak_workload
+from scaling_cases import (
+    ASSUMED_TFLOPS,
+    END_S,
+    OURS,
+    START_S,
+    Case,
+    Pace,
+    all_cases,
+    choose,
+    left_out,
+    weak_workload,
+)
 from scaling_fit import NODE_RANKS, Checked, Projected, fit, measured_of, project
 from scaling_report import Report, Row, markdown, plot, rows_of
 from scaling_worker import Job, write_whole
@@ -72,8 +86,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="ranks of the groups (default: 1, 2, 4, ... up to all GPUs; on the CPU 1, 2)",
     )
-    add("--tokens", type=positive_int, nargs="+", default=[16 * K, 32 * K, 64 * K, 128 * K],
-        metavar="N", help="context tokens of a rank (default: 16, 32, 64 and 128 K)")  # fmt: skip
+    add("--tokens", type=positive_int, nargs="+", default=[64 * K, 128 * K, 32 * K, 16 * K],
+        metavar="N", help="context tokens of a rank, what matters most first (default: 64, 128, 32 "
+        "and 16 K)")  # fmt: skip
     add("--rows", type=positive_int, default=8 * K, metavar="N",
         help="query rows of the kind that has few (default: %(default)s)")  # fmt: skip
     add(
@@ -130,77 +145,81 @@ def by_size(cases: Sequence[Case]) -> dict[int, list[Case]]:
 
 
 def measure(
-    args: argparse.Namespace,
-    cases: Sequence[Case],
-    pace: Pace,
-    keep: Callable[[list[Line], list[str]], None],
-) -> Iterator[tuple[list[Line], list[str]]]:
-    """Starts the ranks of each group in turn.
+    args: argparse.Namespace, cases: Sequence[Case], pace: Pace, keep: Callable[[list[Line]], None]
+) -> list[Line]:
+    """Starts the ranks of each group in turn; groups to come keep the time of what matters more.
 
     Args:
-        keep: given what is yielded, as far as it goes, while a group runs.
-    Yields:
-        The lines of a group, and its cases that were dropped or failed, by name.
+        keep: given the lines so far, again and again.
     """
-    groups = by_size(cases)
-    needed_s = {
-        size: pace.start_seconds(group) + sum(map(pace.seconds, group))
-        for size, group in groups.items()
-    }
-    for cp_size, mine in groups.items():
+    lines: list[Line] = []
+    for cp_size, mine in by_size(cases).items():
         left_s = START + args.budget_s - REPORT_S - time.time()
-        mine_s = left_s * needed_s[cp_size] / sum(needed_s.values())
-        del needed_s[cp_size]
+        to_come = [case for case in cases if case.cp_size > cp_size]
+        chosen, seconds = choose([*mine, *to_come], left_s, pace)
+        later = [s for case, s in zip(chosen, seconds, strict=True) if case.cp_size > cp_size]
+        if len(later) == len(chosen):
+            continue
+        mine_s = left_s - sum(later)
         job = Job(
             device=args.device,
             transport=args.transport,
             rounds=args.rounds,
             start=START,
-            deadline=time.time() + mine_s,
-            cases=[(c.workload.name, list(c.methods), pace.method_seconds(c)) for c in mine],
+            deadline=time.time() + mine_s - END_S,
+            pace=pace,
+            cases=mine,
         )
-        yield run_job(job, cp_size, max(1.0, min(mine_s + START_S, left_s)), keep)
+        timeout_s = min(mine_s + START_S, left_s)
+        lines, pace = run_job(job, cp_size, timeout_s, lines, keep)
+    return lines
 
 
 def run_job(
-    job: Job, cp_size: int, timeout_s: float, keep: Callable[[list[Line], list[str]], None]
-) -> tuple[list[Line], list[str]]:
-    """Runs one group to its end, or until it has to be ended; `keep` gets what is done so far."""
+    job: Job,
+    cp_size: int,
+    timeout_s: float,
+    before: Sequence[Line],
+    keep: Callable[[list[Line]], None],
+) -> tuple[list[Line], Pace]:
+    """Runs one group to its end, or until it has to be ended.
+
+    Args:
+        before: lines of other groups.
+        keep: given these and what is done so far.
+    Returns:
+        All these lines, and the pace to go on with.
+    """
+    lines, pace, text = list(before), job.pace, ""
     with tempfile.TemporaryDirectory() as folder:
-        job_file, output = Path(folder, "job.json"), Path(folder, "lines.json")
-        job_file.write_text(job.to_json())
-        text = '{"lines": [], "dropped": []}'
+        job_file, output = Path(folder, "job"), Path(folder, "done.json")
+        job_file.write_bytes(pickle.dumps(job))
 
         def watch() -> None:
-            nonlocal text
+            nonlocal lines, pace, text
             found = output.read_text() if output.exists() else text
             if found != text:
                 text = found
-                keep(*read_done(text))
+                mine, pace = read_done(text)
+                lines = [*before, *mine]
+                keep(lines)
 
         arguments = [str(job_file), str(output)]
         code = start_ranks("scaling_worker", arguments, cp_size, timeout_s, watch)
         watch()
-    lines, dropped = read_done(text)
     if code != 0:
         say(f"the ranks of cp {cp_size} failed with {code}")
-        known = {line.workload for line in lines} | {name.partition(" ")[0] for name in dropped}
-        dropped += [
-            f"{name} at cp {cp_size}: its ranks failed or were ended"
-            for name, _, _ in job.cases
-            if name not in known
-        ]
-    return lines, dropped
+    return lines, pace
 
 
-def read_done(text: str) -> tuple[list[Line], list[str]]:
-    """Lines, and what was dropped, as a worker wrote them."""
+def read_done(text: str) -> tuple[list[Line], Pace]:
+    """Lines, and the pace, as a worker wrote them."""
     done = json.loads(text)
     lines: list[Line] = []
     for figures in done["lines"]:
         figures.pop("step_ms")
         lines.append(Line(**figures))
-    return lines, done["dropped"]
+    return lines, Pace(**done["pace"])
 
 
 def predict(
@@ -231,7 +250,7 @@ def predict(
         if not alone:
             continue
         ideal = max(int(one.load.pairs[0]) / one.step_us for one in alone)
-        for tokens in args.tokens:
+        for tokens in sorted(args.tokens):
             workload = weak_workload(kind, tokens * NODE_RANKS, args.rows)
             projected += project(kind, workload, calibration, args.network_gbs, ideal)
     return calibrations, checked, projected
@@ -256,28 +275,22 @@ def run(args: argparse.Namespace) -> str:
     methods = [OURS, *(name for name in methods if name != OURS)]
     if device.type == "cuda" and max(sizes) > torch.cuda.device_count():
         raise ValueError(f"--cp {max(sizes)} needs as many GPUs, got {torch.cuda.device_count()}")
-    pace = Pace(device=device.type, rounds=args.rounds)
     cases = all_cases(sizes, args.tokens, args.strong, args.rows, methods)
     weak = {(case.workload.name, case.cp_size) for case in cases if case.is_weak}
-    start_s = sum(map(pace.start_seconds, by_size(cases).values()))
-    budget_s = args.budget_s - REPORT_S - start_s
-    selection = fit_into(cases, budget_s, pace)
-    for name in selection.dropped:
-        say(f"dropped, as --budget-s {args.budget_s:g} is too short: {name}")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    lines: list[Line] = []
-    dropped = selection.dropped
     about = describe_device(device) | versions_of(methods)
 
-    def keep(found: list[Line], missing: list[str]) -> None:
-        rows = rows_of([*lines, *found], weak)
-        write_files(args, about, Report(rows=rows, dropped=[*dropped, *missing]))
+    def keep(found: list[Line]) -> None:
+        rows = rows_of(found, weak)
+        write_files(args, about, Report(rows=rows, dropped=left_out(cases, found)))
 
-    for found, missing in measure(args, selection.cases, pace, keep):
-        lines += found
-        dropped += missing
+    pace = Pace(rounds=args.rounds, tflops=ASSUMED_TFLOPS[device.type])
+    lines = measure(args, cases, pace, keep)
+    dropped = left_out(cases, lines)
+    for name in dropped:
+        say(f"not run within --budget-s {args.budget_s:g}: {name}")
     say("fitting and projecting")
     rows = rows_of(lines, weak)
     calibrations, checked, projected = predict(args, rows, device)

@@ -1,22 +1,33 @@
 """What `bench_scaling.py` runs: workloads by size of the group, and which of them fit the time."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from cp_measure import WARM_UP_ROUNDS
 from cp_peers import PEERS
+from cp_report import Line
 from cp_workloads import Workload, workload_of
 
 from megatron_splitkv.plan import Suffix
 
 KINDS = {"rows": "few query rows", "causal": "one causal document", "pile": "packed documents"}
 OURS = "split-kv"
-# What is taken for granted before anything is measured: TFLOP/s of a rank, and seconds: to prepare
-# a method on a workload; to start the processes of a group; to import TransformerEngine there, and
-# to have it build its first plans for a method and a kind.
+# What is taken for granted before anything is measured: TFLOP/s of a rank, and seconds, as on two
+# H200: to start and end the processes of a group; to import TransformerEngine there, and to have it
+# build its first plans for a method and a kind; to prepare a method on a workload.
 ASSUMED_TFLOPS = {"cuda": 480.0, "cpu": 0.05}
-PREPARE_S, START_S = 0.4, 15.0
-START_PEERS_S, FIRST_PLANS_S = 12.0, 4.5
+START_S, END_S = 6.0, 3.0
+START_PEERS_S, FIRST_PLANS_S = 7.0, 4.5
+PREPARE_S = 0.6
+# Rounds' worth of time beyond warm-up and timed rounds: a look at the kernels, and a first round
+# that takes as long as three.
+MORE_ROUNDS = 3
+# What is taken for granted weighs as much as so many measured seconds. A first case takes longer
+# for reasons of its own; a step is like the next one.
+PRIOR_FIXED_S, PRIOR_STEPS_S = 10.0, 2.0
+MARGIN = 1.25  # of every estimate, as a case that is started should end
+
+type Once = tuple[int, str, str]  # ranks, and what is paid once there: "start", or a kind and peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +35,7 @@ class Case:
     """One workload on a group of one size.
 
     Attributes:
+        level: how much it matters, 0 most.
         kind: of `KINDS`.
         workload: documents, mask and heads.
         cp_size: ranks.
@@ -31,6 +43,7 @@ class Case:
         is_weak: whether it is one of weak scaling; it may be one of strong scaling too.
     """
 
+    level: int
     kind: str
     workload: Workload
     cp_size: int
@@ -50,37 +63,117 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long a case takes.
+    """How long cases take, by what is taken for granted and by the cases before.
 
     Attributes:
-        device: "cuda" or "cpu".
-        rounds: timed ones; those of warm-up and a look at the kernels come to them.
+        rounds: timed ones.
+        tflops: of a rank, as taken for granted.
+        fixed_s, expected_fixed_s: seconds of cases apart from their steps, and their estimates.
+        steps_s, expected_steps_s: the same of their steps.
     """
 
-    device: str
     rounds: int
+    tflops: float
+    fixed_s: float = PRIOR_FIXED_S
+    expected_fixed_s: float = PRIOR_FIXED_S
+    steps_s: float = PRIOR_STEPS_S
+    expected_steps_s: float = PRIOR_STEPS_S
 
-    def seconds(self, case: Case) -> float:
-        """An estimate, for all methods of the case."""
-        return len(case.methods) * self.method_seconds(case)
+    def seconds(self, case: Case, paid: Collection[Once] = ()) -> float:
+        """An estimate with a margin, for all methods of the case.
 
-    def method_seconds(self, case: Case) -> float:
-        """An estimate for one method of the case, whichever."""
-        step_s = sum(case.workload.flop()) / case.cp_size / ASSUMED_TFLOPS[self.device] * 1e-12
-        return PREPARE_S + step_s * (WARM_UP_ROUNDS + self.rounds + 1)
+        Args:
+            paid: what the group need not pay any more.
+        """
+        fixed_s = fixed_seconds(case, paid) * self.fixed_s / self.expected_fixed_s
+        return MARGIN * (fixed_s + self._steps(case) * self.steps_s / self.expected_steps_s)
 
-    def start_seconds(self, cases: Iterable[Case]) -> float:
-        """An estimate of what the cases of one group cost once, however many they are."""
-        first = {(case.kind, name) for case in cases for name in case.methods if name in PEERS}
-        return START_S + (START_PEERS_S if first else 0.0) + FIRST_PLANS_S * len(first)
+    def after(self, case: Case, paid: Collection[Once], took_s: float, step_s: float) -> "Pace":
+        """What a case that is done tells of the others.
+
+        Args:
+            case: with the methods that ran.
+            paid: before it.
+            took_s: all of it.
+            step_s: a step of each method, together.
+        """
+        steps_s = min(took_s, step_s * self._num_rounds)
+        return replace(
+            self,
+            fixed_s=self.fixed_s + took_s - steps_s,
+            expected_fixed_s=self.expected_fixed_s + fixed_seconds(case, paid),
+            steps_s=self.steps_s + steps_s,
+            expected_steps_s=self.expected_steps_s + self._steps(case),
+        )
+
+    @property
+    def _num_rounds(self) -> int:
+        return WARM_UP_ROUNDS + self.rounds + MORE_ROUNDS
+
+    def _steps(self, case: Case) -> float:
+        """Seconds of all steps, as taken for granted."""
+        step_s = sum(case.workload.flop()) / case.cp_size / self.tflops * 1e-12
+        return len(case.methods) * step_s * self._num_rounds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """Cases that fit, and what was left out for them, by name."""
+def once_seconds(case: Case) -> dict[Once, float]:
+    """What the group pays once, be it for this case or for one before."""
+    peers = [name for name in case.methods if name in PEERS]
+    prices: dict[Once, float] = {(case.cp_size, "start", ""): START_S + END_S}
+    if peers:
+        prices[case.cp_size, "start", "peers"] = START_PEERS_S
+    return prices | {(case.cp_size, case.kind, name): FIRST_PLANS_S for name in peers}
 
-    cases: list[Case] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
+
+def fixed_seconds(case: Case, paid: Collection[Once]) -> float:
+    """What is taken for granted of a case apart from its steps."""
+    once = sum(price for key, price in once_seconds(case).items() if key not in paid)
+    return once + PREPARE_S * len(case.methods)
+
+
+def choose(
+    cases: Sequence[Case], budget_s: float, pace: Pace, paid: Collection[Once] = ()
+) -> tuple[list[Case], list[float]]:
+    """Cases that fit the time, with as many of their methods, those that matter most first.
+
+    A level goes before the next, and in it our method on all cases before others.
+
+    Args:
+        cases: those that matter most first.
+        budget_s: seconds for all of them.
+        pace: their estimated times.
+        paid: what need not be paid any more, as groups run already.
+    Returns:
+        What fits, in the order of running, and the estimated seconds of each.
+    """
+    have_paid = set(paid)
+    methods: list[list[str]] = [[] for _ in cases]
+    seconds = [0.0 for _ in cases]
+    units = [(idx, name) for idx, case in enumerate(cases) for name in case.methods]
+    units.sort(key=lambda unit: (cases[unit[0]].level, cases[unit[0]].methods.index(unit[1])))
+    for idx, name in units:
+        unit = replace(cases[idx], methods=(name,))
+        unit_s = pace.seconds(unit, have_paid)
+        if unit_s <= budget_s and (name == OURS or methods[idx]):
+            budget_s -= unit_s
+            have_paid |= once_seconds(unit).keys()
+            methods[idx].append(name)
+            seconds[idx] += unit_s
+    kept = [idx for idx, _ in enumerate(cases) if methods[idx]]
+    kept.sort(key=lambda idx: cases[idx].level)
+    chosen = [replace(cases[idx], methods=tuple(methods[idx])) for idx in kept]
+    return chosen, [seconds[idx] for idx in kept]
+
+
+def left_out(cases: Iterable[Case], lines: Iterable[Line]) -> list[str]:
+    """Names of cases without a line of ours, and of other methods that cases have none of."""
+    ran = {(line.workload, line.cp_size, line.method) for line in lines}
+    names: list[str] = []
+    for case in cases:
+        missing = [x for x in case.methods if (case.workload.name, case.cp_size, x) not in ran]
+        if missing:
+            names.append(case.name if OURS in missing else f"{case.name}: {', '.join(missing)}")
+    return names
 
 
 def weak_workload(kind: str, num_tokens: int, num_rows: int) -> Workload:
@@ -124,54 +217,25 @@ def all_cases(
     """Weak scaling of every kind and size, and strong scaling; what is both is run once.
 
     Args:
-        tokens: context tokens of a rank, in weak scaling.
+        tokens: context tokens of a rank, in weak scaling; the first matter most, then `strong`.
         strong: whole workloads.
         num_rows: query rows of the kind "rows".
         methods: ours, then others, those that matter most first; one rank runs ours alone.
     """
     found: dict[tuple[str, int], Case] = {}
     for cp_size in cp_sizes:
-        workloads = [
-            weak_workload(kind, count * cp_size, num_rows) for kind in KINDS for count in tokens
-        ]
-        weak_names = {workload.name for workload in workloads}
-        for workload in (*workloads, *strong):
-            found[workload.name, cp_size] = Case(
-                kind=kind_of(workload),
-                workload=workload,
-                cp_size=cp_size,
-                methods=(OURS,) if cp_size == 1 else tuple(methods),
-                is_weak=workload.name in weak_names,
-            )
+        weak = [[weak_workload(kind, count * cp_size, num_rows) for kind in KINDS]
+                for count in tokens]  # fmt: skip
+        weak_names = {workload.name for workloads in weak for workload in workloads}
+        for level, workloads in enumerate([*weak[:1], strong, *weak[1:]]):
+            for workload in workloads:
+                case = Case(
+                    level=level,
+                    kind=kind_of(workload),
+                    workload=workload,
+                    cp_size=cp_size,
+                    methods=(OURS,) if cp_size == 1 else tuple(methods),
+                    is_weak=workload.name in weak_names,
+                )
+                found.setdefault((workload.name, cp_size), case)
     return list(found.values())
-
-
-def fit_into(cases: Iterable[Case], budget_s: float, pace: Pace) -> Selection:
-    """Drops the dearest until the rest fits: first other methods, the last first, then whole cases.
-
-    Other methods are weighed by seconds over ranks, as the largest group tells most of them.
-
-    Args:
-        cases: in any order.
-        budget_s: seconds for all of them.
-        pace: their estimated times.
-    Returns:
-        What fits, the shortest first.
-    """
-    kept = list(cases)
-    dropped: list[str] = []
-
-    def is_over() -> bool:
-        return sum(map(pace.seconds, kept)) > budget_s
-
-    for case in sorted(kept, key=lambda case: pace.seconds(case) / case.cp_size, reverse=True):
-        methods, index = list(case.methods), kept.index(case)
-        while len(methods) > 1 and is_over():
-            methods.pop()
-            kept[index] = replace(case, methods=tuple(methods))
-        if others := case.methods[len(methods) :]:
-            dropped.append(f"{case.name}: {', '.join(others)}")
-    kept.sort(key=pace.seconds)
-    while kept and is_over():
-        dropped.append(kept.pop().name)
-    return Selection(cases=kept, dropped=dropped)

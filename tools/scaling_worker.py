@@ -4,6 +4,7 @@ Started by `bench_scaling.py`, on as many processes as the group has ranks.
 """
 
 import json
+import pickle
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from cp_baselines import METHODS
 from cp_measure import Measurement, measure_real
 from cp_peers import PEERS
 from cp_report import Line
-from cp_workloads import workload_of
+from scaling_cases import Case, Once, Pace, choose, once_seconds
 
 from megatron_splitkv.checks.processes import World, cp_transport, gather_from_all, join_world
 from megatron_splitkv.comm import Transport
@@ -33,9 +34,9 @@ class Job:
         device: "auto", "cpu" or "cuda".
         transport: as `SplitKVConfig.transport`, of our methods.
         rounds: timed ones of each method.
-        start, deadline: `time.time` when the command began, and when this group must be done.
-        cases: name of the workload, methods, estimated seconds of each method; in the order of
-            running.
+        start, deadline: `time.time` when the command began, and when the last case must be done.
+        pace: of the groups before.
+        cases: those that matter most first.
     """
 
     device: str
@@ -43,11 +44,8 @@ class Job:
     rounds: int
     start: float
     deadline: float
-    cases: list[tuple[str, list[str], float]]
-
-    def to_json(self) -> str:
-        """What `job_from_json` reads."""
-        return json.dumps(asdict(self))
+    pace: Pace
+    cases: Sequence[Case]
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -57,55 +55,57 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def job_from_json(text: str) -> Job:
-    """Reads what `Job.to_json` wrote."""
-    return Job(**json.loads(text))
-
-
 def run(job: Job, output: Path, world: World, transport: Transport | None) -> None:
-    """Measures case after case; methods that would pass the deadline are dropped by name.
+    """Measures case after case, as long as there is one that the time left allows.
 
     Args:
         job: what to do.
-        output: JSON, rewritten after each case by rank 0: the lines so far, and what was dropped.
+        output: JSON, rewritten after each case by rank 0: the lines so far, and the pace.
         world: the ranks of the group.
         transport: of our methods.
     """
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     lines: list[Line] = []
-    dropped: list[str] = []
     passed: set[object] = set()
+    pace, cases = job.pace, list(job.cases)
+    paid: set[Once] = {(world.size, "start", "")}
 
     def say(text: str) -> None:
         if world.rank == 0:
             elapsed = time.time() - job.start
             print(f"[{elapsed:6.1f} s] cp {world.size}: {text}", file=sys.stderr, flush=True)
 
-    for name, methods, seconds in job.cases:
-        left = min(gather_from_all(job.deadline - time.time(), world))
-        fitting = max(0, int(left / seconds))
-        if methods[fitting:]:
-            others = f": {', '.join(methods[fitting:])}" if fitting else ""
-            dropped.append(f"{name} at cp {world.size}{others}")
-            say(f"{dropped[-1]}: dropped, {seconds:.0f} s each and {left:.0f} s are left")
-        if methods[:fitting]:
-            measurement = Measurement(
-                workload=workload_of(name), kinds=[ALL_METHODS[x] for x in methods[:fitting]],
-                config=SplitKVConfig(), device=world.device, dtype=dtype, rounds=job.rounds,
-                is_bare=True,
-            )  # fmt: skip
-            lines += measure_real(measurement, world, transport, say, passed)
+    while True:
+        begin = time.time()
+        # Clocks differ, and all ranks must run the same: what the first rank chooses.
+        chosen = gather_from_all(choose(cases, job.deadline - begin, pace, paid), world)[0]
+        if not chosen[0]:
+            break
+        case, seconds = chosen[0][0], chosen[1][0]
+        measurement = Measurement(
+            workload=case.workload, kinds=[ALL_METHODS[x] for x in case.methods],
+            config=SplitKVConfig(), device=world.device, dtype=dtype, rounds=job.rounds,
+            is_bare=True,
+        )  # fmt: skip
+        found = list(measure_real(measurement, world, transport, say, passed))
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
+        took_s = time.time() - begin
+        say(f"{case.workload.name}: took {took_s:.1f} s of {seconds:.1f} s set apart")
+        step_s = sum(line.step_ms or 0.0 for line in found) * 1e-3
+        pace = pace.after(case, paid, took_s, step_s)
+        paid |= once_seconds(case).keys()
+        cases = [other for other in cases if other.name != case.name]
+        lines += found
         if world.rank == 0:
             figures = [{**asdict(line), "step_ms": line.step_ms} for line in lines]
-            write_whole(output, json.dumps({"lines": figures, "dropped": dropped}))
+            write_whole(output, json.dumps({"lines": figures, "pace": asdict(pace)}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Joins the ranks and runs; the arguments are a file with the job and one to write."""
     job_file, output = map(Path, sys.argv[1:] if argv is None else argv)
-    job = job_from_json(job_file.read_text())
+    job = pickle.loads(job_file.read_bytes())
     with join_world(device=job.device, backend="auto", timeout_s=TIMEOUT_S) as world:
         run(job, output, world, cp_transport(world, world.size, job.transport))
     return 0

@@ -11,9 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_scaling import read_done
 from cp_report import Line
 from cp_workloads import NAMES, workload_of
-from scaling_cases import KINDS, Case, Pace, all_cases, fit_into, kind_of, size_name
+from scaling_cases import (
+    KINDS,
+    OURS,
+    Case,
+    Pace,
+    all_cases,
+    choose,
+    kind_of,
+    left_out,
+    once_seconds,
+    size_name,
+)
 from scaling_fit import Projected, fit, measured_of, project
 from scaling_report import Report, markdown, plot, rows_of
 from scaling_worker import Job
@@ -61,53 +73,89 @@ def test_what_weak_and_strong_scaling_share_is_run_once():
     assert strong == {("4k-gqa", 1), ("64-4k", 1)}
 
 
-def test_the_dearest_is_dropped_by_name_other_methods_first():
-    pace = Pace(device="cpu", rounds=1)
-    cases = some_cases()
-    total = sum(map(pace.seconds, cases))
-    assert fit_into(cases, total, pace).dropped == []
-    some = fit_into(cases, total - 1.0, pace)
-    assert some.dropped == ["4k-gqa at cp 2: te-p2p"]
-    dearest = max(pace.method_seconds(case) for case in cases if case.cp_size == 2)
-    more = fit_into(cases, total - 1.1 * dearest, pace)
-    assert more.dropped == ["4k-gqa at cp 2: ring, te-p2p"]
-    assert len(some.cases) == len(cases)
-    few = fit_into(cases, 10.0, pace)
-    assert sum(map(pace.seconds, few.cases)) <= 10.0
-    assert few.dropped[-1] == "64-1k at cp 1" or "64-1k at cp 1" not in few.dropped
-    assert "4k-gqa at cp 1" in few.dropped
-    assert {case.methods for case in few.cases} == {("split-kv",)}
-    none = fit_into(cases, -1.0, pace)
-    assert none.cases == []
-    assert len(none.dropped) == len(cases) + 6
+def names_of(chosen: tuple[list[Case], list[float]]) -> list[str]:
+    return [f"{case.name}: {', '.join(case.methods)}" for case in chosen[0]]
 
 
-def test_a_group_with_peers_takes_longer_to_start():
-    pace = Pace(device="cuda", rounds=1)
-    alone, together = (
-        pace.start_seconds(x for x in some_cases() if x.cp_size == n) for n in (1, 2)
-    )
-    assert together >= alone + 3 * 4.0  # first plans of one method for three kinds
+def test_what_matters_most_comes_first_and_ours_before_others():
+    """The first size goes before strong scaling, that before the second size, peers before both."""
+    pace, cases = Pace(rounds=1, tflops=0.05), some_cases()
+    chosen, seconds = choose(cases, 1e4, pace)
+    assert {case.name for case in chosen} == {case.name for case in cases}
+    assert left_out(chosen, []) == [case.name for case in chosen]
+    order = [case.name for case in chosen if case.cp_size == 2]
+    assert order == ["64-2k at cp 2", "2k-gqa at cp 2", "pile-2k at cp 2", "4k-gqa at cp 2",
+                     "64-4k at cp 2", "pile-4k at cp 2"]  # fmt: skip
+    assert {case.level for case in chosen if case.is_weak} == {0, 1, 2}
+    ours = replace(cases[0], methods=(OURS,))
+    assert names_of(choose(cases, pace.seconds(ours) + 0.1, pace)) == ["64-1k at cp 1: split-kv"]
+    first = [case for case in cases if case.level == 0]
+    some = choose(cases, sum(choose(first, 1e4, pace)[1]), pace)
+    assert names_of(some) == names_of(choose(first, 1e4, pace))
+    assert names_of(some)[-1] == "pile-2k at cp 2: split-kv, ring, te-p2p"
+    assert sum(choose(cases, 100.0, pace)[1]) <= 100.0 < sum(seconds)
+    assert choose(cases, -1.0, pace) == ([], [])
 
 
-def test_the_methods_that_the_time_allows_are_run(tmp_path):
-    """Ours first; a case that not even it can end is dropped whole."""
+def test_two_gpus_and_80_seconds_reach_peers_at_the_first_size():
+    """What a run dropped at its start, that was over after 19 of its 80 seconds."""
+    strong = [workload_of("128k-gqa"), workload_of("8k-512k")]
+    methods = ["split-kv", "te-p2p", "te-a2a", "ulysses", "ring", "all-gather"]
+    cases = all_cases([1, 2], [64 * K, 16 * K], strong, 8 * K, methods)
+    chosen, _ = choose(cases, 70.0, Pace(rounds=2, tflops=480.0))
+    names = {case.name: case.methods for case in chosen}
+    assert {"8k-64k at cp 1", "64k-gqa at cp 1", "pile-64k at cp 1"} <= names.keys()
+    together = [names[f"{name} at cp 2"] for name in ("8k-128k", "128k-gqa", "pile-128k")]
+    assert all("te-p2p" in names for names in together)
+
+
+def test_a_group_pays_once_to_start_and_a_peer_once_for_its_plans():
+    pace = Pace(rounds=1, tflops=480.0)
+    case = next(case for case in some_cases() if case.cp_size == 2)
+    first = pace.seconds(case)
+    again = pace.seconds(case, once_seconds(case).keys())
+    assert first >= again + 6.0 + 7.0 + 4.5  # to start, to import, first plans
+    other = replace(case, kind="pile", methods=("te-p2p",))
+    plans = pace.seconds(other, once_seconds(case).keys())
+    assert plans >= pace.seconds(other, once_seconds(other).keys()) + 4.5
+
+
+def test_estimates_follow_what_the_cases_before_took():
+    pace = Pace(rounds=1, tflops=480.0)
+    done, *_, big = all_cases([1], [256 * K, 512 * K], [], 8 * K, ["split-kv"])[:5]
+    assert big.name == "512k-gqa at cp 1"
+    paid = once_seconds(done).keys()
+    slower = pace.after(done, paid, took_s=40.0, step_s=6.0)
+    faster = pace.after(done, paid, took_s=0.9, step_s=0.1)
+    usual, more, less = (x.seconds(big, paid) for x in (pace, slower, faster))
+    assert more > 5 * usual
+    assert less < usual
+    overhead = pace.after(done, paid, took_s=40.0, step_s=1e-3)  # says nothing of steps
+    assert overhead.seconds(big, paid) < 1.5 * usual
+    assert overhead.seconds(done) > 4 * pace.seconds(done)
+
+
+def test_the_methods_that_the_time_allows_are_run(tmp_path, monkeypatch):
+    """Ours first; a case that not even it can end is left, one that is found to be fast is run."""
+    cases = [
+        Case(level=0, kind="causal", workload=workload_of(name), cp_size=1,
+             methods=("split-kv", "ring"), is_weak=True)
+        for name in ("64-gqa", "128-gqa", "192-gqa")
+    ]  # fmt: skip
+    costs = {"64-gqa": 1.0, "128-gqa": 4e3, "192-gqa": 2e4}
+    monkeypatch.setattr(Pace, "seconds", lambda self, case, paid=(): costs[case.workload.name])
     job = Job(
-        device="cpu", transport="auto", rounds=1, start=time.time(), deadline=time.time() + 1e4,
-        cases=[
-            ("64-gqa", ["split-kv", "ring"], 1.0),
-            ("128-gqa", ["split-kv", "all-gather", "ring", "ulysses"], 4e3),
-            ("192-gqa", ["split-kv", "ring"], 2e4),
-        ],
+        device="cpu", transport="auto", rounds=1, start=time.time(), deadline=time.time() + 7e3,
+        pace=Pace(rounds=1, tflops=0.05), cases=cases,
     )  # fmt: skip
     world = World(rank=0, size=1, device=torch.device("cpu"), backend="gloo")
     run_cases(job, tmp_path / "lines", world, None)
-    done = json.loads((tmp_path / "lines").read_text())
-    assert done["dropped"] == ["128-gqa at cp 1: ring, ulysses", "192-gqa at cp 1"]
-    assert [(one["workload"], one["method"]) for one in done["lines"]] == [
-        ("64-gqa", "split-kv"), ("64-gqa", "ring"), ("128-gqa", "split-kv"),
-        ("128-gqa", "all-gather"),
+    lines, pace = read_done((tmp_path / "lines").read_text())
+    assert left_out(cases, lines) == ["128-gqa at cp 1: ring", "192-gqa at cp 1"]
+    assert [(one.workload, one.method) for one in lines] == [
+        ("64-gqa", "split-kv"), ("64-gqa", "ring"), ("128-gqa", "split-kv")
     ]  # fmt: skip
+    assert pace.expected_fixed_s > job.pace.expected_fixed_s
 
 
 def made_up(terms: dict[str, Calibration], sizes: tuple[int, ...]) -> list:
@@ -247,7 +295,7 @@ def test_no_time_drops_everything_by_name(tmp_path):
     done = run(tmp_path, "--cp", "1", "--tokens", "128", "--strong", "--budget-s", "1")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "json").read_text())["rows"] == []
-    assert "dropped, as --budget-s 1 is too short: 128-gqa at cp 1" in done.stderr
+    assert "not run within --budget-s 1: 128-gqa at cp 1" in done.stderr
     assert "- not run: pile-128 at cp 1" in done.stdout
 
 
