@@ -40,13 +40,15 @@ class Line:
 def time_in_turns(calls: Calls, rounds: int, device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of each call in each round.
 
-    Every round starts with another contestant, so that none is always first. On a GPU a round is
-    queued behind a pause, so that no call waits for the host.
+    Over as many rounds as there are contestants each is first once and comes once behind every
+    other (twice or never for an odd number of them): a kernel that draws much power slows the next.
+    On a GPU a round is queued behind a pause, so that no call waits for the host.
     """
     names = list(calls)
+    zigzag = [(index + 1) // 2 * (-1) ** (index + 1) for index in range(len(names))]
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + WARM_UP_ROUNDS):
-        order = [names[(turn + index) % len(names)] for index in range(len(names))]
+        order = [names[(turn + step) % len(names)] for step in zigzag]
         measure = _round_on_gpu if device.type == "cuda" else _round_on_cpu
         for name, ms in measure([(name, calls[name]) for name in order]):
             if turn >= WARM_UP_ROUNDS:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -15,13 +16,23 @@ from ops_contestants import FlashAttention3, Problem, TorchVarlen, contestants
 from ops_gate import Sample
 from ops_report import beside_aims, markdown
 from ops_shapes import AIMS, CPU_SHAPES, CUDA_SHAPES, SHAPES, Shape, parse_shape
-from ops_timing import believable_tflops, lines_of
+from ops_timing import believable_tflops, lines_of, time_in_turns
 from torch.nn.functional import scaled_dot_product_attention
 
 from tests.oracle import attend, mask_from_intervals
 
 TOOL = Path(__file__).resolve().parents[2] / "tools/bench_ops.py"
 CPU = torch.device("cpu")
+
+
+def test_every_contestant_comes_first_once_and_behind_every_other() -> None:
+    """A kernel that draws much power slows the next one."""
+    called: list[str] = []
+    calls = {name: (lambda name=name: called.append(name)) for name in "abcdef"}
+    time_in_turns(calls, 4, CPU)  # and two to warm up
+    rounds = [called[begin : begin + 6] for begin in range(0, len(called), 6)]
+    assert sorted(order[0] for order in rounds) == sorted(calls)
+    assert len({pair for order in rounds for pair in pairwise(order)}) == 6 * 5
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:

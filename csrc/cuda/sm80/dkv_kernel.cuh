@@ -85,13 +85,13 @@ class DkvCta {
         const int num_heads_kv = static_cast<int>(params.k.heads);
         const int ticket = smem.ticket;
         kv_head = params.is_head_major ? ticket / params.num_items : ticket % num_heads_kv;
-        item =
-            params.items[params.is_head_major ? ticket % params.num_items : ticket / num_heads_kv];
+        kv_tile = item().kv_tile;
         clear(dk);
         clear(dv);
     }
 
     SPLITKV_DEVICE void walk() {
+        const cuda::BackwardItem item = this->item();
         const int num_steps = item.num_steps * (params.group / params.heads_per_tile);
         StepCursor cursor(params, item, kv_head);
         load_keys();
@@ -115,6 +115,7 @@ class DkvCta {
     // Adds to dk and dv, in turn with the other parts of the same KV tile; the first part
     // overwrites them where they are not accumulated into.
     SPLITKV_DEVICE void add() {
+        const cuda::BackwardItem item = this->item();
         int32_t* turn = params.part_turns + kv_head * params.num_splits + item.split;
         if (item.num_parts > 1) {
             if (threadIdx.x == 0) {
@@ -123,9 +124,10 @@ class DkvCta {
             }
             __syncthreads();
         }
-        write_columns(params.dk, params.dk_sums, params.softmax_scale,
+        write_columns(item, params.dk, params.dk_sums, params.softmax_scale,
                       column_part * Traits::kDkColumns, dk[0]);
-        write_columns(params.dv, params.dv_sums, 1.0f, column_part * Traits::kDvColumns, dv[0]);
+        write_columns(item, params.dv, params.dv_sums, 1.0f, column_part * Traits::kDvColumns,
+                      dv[0]);
         if (item.num_parts > 1) {
             __syncthreads();
             if (threadIdx.x == 0) ptx::st_release(turn, item.part + 1);
@@ -133,6 +135,13 @@ class DkvCta {
     }
 
   private:
+    // Read again where it is needed: kept through all steps, it would take registers.
+    SPLITKV_DEVICE cuda::BackwardItem item() const {
+        const int ticket = smem.ticket;
+        return params.items[params.is_head_major ? ticket % params.num_items
+                                                 : ticket / static_cast<int>(params.k.heads)];
+    }
+
     SPLITKV_DEVICE void load_keys() {
         load_tile<Traits::kKeys, Traits::kHeadDimQk, Traits::kThreads>(ptx::smem_address(smem.k),
                                                                        keys_of(params.k));
@@ -140,7 +149,7 @@ class DkvCta {
                                                                       keys_of(params.v));
     }
     SPLITKV_DEVICE HeadRows<Element> keys_of(const Rows& tensor) {
-        const int first_key = item.kv_tile * Traits::kKeys;
+        const int first_key = kv_tile * Traits::kKeys;
         return {static_cast<const Element*>(tensor.data) + first_key * tensor.row_stride +
                     kv_head * tensor.head_stride,
                 tensor.row_stride, static_cast<int>(tensor.rows) - first_key};
@@ -208,7 +217,7 @@ class DkvCta {
 
     // Sets scores of hidden pairs to -inf. Here keys are rows of the accumulator, rows its columns.
     SPLITKV_DEVICE void mask(const StepRows<Traits>& rows, float (&s)[kScoreRegisters]) {
-        const int key = item.kv_tile * Traits::kKeys + warp_key + first_row_of_lane();
+        const int key = kv_tile * Traits::kKeys + warp_key + first_row_of_lane();
 #pragma unroll
         for (int j = 0; j < kScoreRegisters / 4; ++j) {
 #pragma unroll
@@ -250,8 +259,9 @@ class DkvCta {
 
     // The item's share of one gradient: rounded to `tensor`, or added to its sums.
     template <int kRegisters>
-    SPLITKV_DEVICE void write_columns(const Rows& tensor, const Rows& sums, float factor,
-                                      int first_column, const float (&values)[kRegisters]) {
+    SPLITKV_DEVICE void write_columns(const cuda::BackwardItem& item, const Rows& tensor,
+                                      const Rows& sums, float factor, int first_column,
+                                      const float (&values)[kRegisters]) {
         const bool is_rounded = params.rounds != 0 && item.num_parts == 1;
         const bool adds = params.accumulates != 0 || item.part > 0;
         const Rows& target = is_rounded ? tensor : sums;
@@ -283,8 +293,8 @@ class DkvCta {
 
     const DkvKernelParams& params;
     DkvSmem<Traits>& smem;
-    cuda::BackwardItem item;
     int kv_head;
+    int kv_tile;
     int warp_key;     // first key of this warp in the tile
     int column_part;  // of dk and dv
     float dk[1][kDkRegisters];
