@@ -135,6 +135,12 @@ def _check_tensors(
                 f"{name} is on {tensor.device}, needs {device}, where the layout is; move one of "
                 "them with .to(...)"
             )
+        # A kernel would tell, but not where q goes into packed rows alone.
+        if tensor.shape[2] > 1 and tensor.stride(2) != 1:
+            raise ValueError(
+                f"{name} has stride {tensor.stride(2)} in its last dimension, needs 1; "
+                f"pass {name}.contiguous()"
+            )
     if (block_kv is None) != (layout.block is None):
         raise ValueError(
             "block_kv must be given exactly when the layout has anchors "

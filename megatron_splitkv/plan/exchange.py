@@ -11,8 +11,8 @@ from megatron_splitkv.plan.queries import Queries, is_self_attention
 
 # A single stage becomes one all_gather when this share of all rows would travel anyway.
 ALL_GATHER_DENSITY = 0.95
-# A stage that is not asked for brings no fewer rows: each reads the local keys and adds to their
-# gradients once more, and fills the GPU once more.
+# A stage that is not asked for brings at least about so many rows: each reads the local keys and
+# adds to their gradients once more, and fills the GPU once more.
 MIN_STAGE_ROWS = 8192
 # What a stage brings unless it is told, in rows that a rank owns: buffers are of that size.
 ROWS_OF_STAGE = 0.5

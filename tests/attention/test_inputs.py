@@ -10,7 +10,7 @@ from megatron_splitkv.attention import SplitKVContext, splitkv_attention
 from megatron_splitkv.comm import ThreadGroup
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout, shard_rows
-from megatron_splitkv.plan import Anchors, make_plan
+from megatron_splitkv.plan import Anchors, Causal, Suffix, make_plan
 from tests.ranks import Heads, RankCall, assert_outputs, dense, join_ranks, random_inputs
 
 
@@ -210,12 +210,27 @@ def test_another_device_is_refused_before_a_row_travels(name):
         splitkv_attention(**tensors, context=context)
 
 
+# Also where the own rows are among those of the only stage, and q only ever goes into packed rows.
+@pytest.mark.parametrize("queries", [Causal(), Suffix(4)], ids=["staged", "joint"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_strided_last_dimensions_are_refused_before_a_row_travels(name, queries):
+    layout = build_layout(make_plan([512], 2, queries=queries), 0)
+    assert (layout.own is None) == (queries == Suffix(4))
+    rows = {"q": layout.num_query_rows, "k": layout.num_kv_rows, "v": layout.num_kv_rows}
+    tensors = {name: torch.zeros(num, 4, 16) for name, num in rows.items()}
+    tensors[name] = forms_of(tensors[name])["last"]
+    context = SplitKVContext(layout=layout, transport=Untouched())
+    message = f"{name} has stride 4 in its last dimension, needs 1; pass {name}.contiguous()"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        splitkv_attention(**tensors, context=context)
+
+
 class Untouched:
     """A transport that nothing may reach."""
 
     rank, size = 0, 2
 
-    def exchange(self, rows, counts):
+    def exchange(self, *_args):
         raise AssertionError("rows travelled")
 
-    all_gather = exchange
+    send_buffer = all_gather = exchange
