@@ -225,6 +225,8 @@ def without_company(*tensors: Tensor) -> tuple[Tensor, ...]:
     Keys and values come as views of the fused projection, often beside a query that went on as a
     copy. Kept for the backward pass, such a view would keep all of the projection.
     """
+    if not torch.is_grad_enabled():  # nothing is kept
+        return tensors
     ours: Counter[int] = Counter()
     for tensor in tensors:
         ours[tensor.untyped_storage().data_ptr()] += tensor.nbytes

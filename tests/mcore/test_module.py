@@ -42,3 +42,5 @@ def test_tensors_that_fill_their_memory_together_stay_as_they_are() -> None:
     for copy, tensor in zip(got, together[1:], strict=True):
         assert copy.untyped_storage().nbytes() == tensor.nbytes
         assert torch.equal(copy, tensor)
+    with torch.no_grad():
+        assert without_company(*together[1:])[0] is together[1]
