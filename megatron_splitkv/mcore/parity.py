@@ -80,7 +80,7 @@ def check_models(
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cp_size = 1 if transport is None else transport.size
-    with _megatron_groups(cp_size) as (whole, alone):
+    with megatron_groups(cp_size) as (whole, alone):
         length = cp_size * max(8, min(MAX_TOKENS_PER_RANK, 512 // cp_size))
         packed = _pack_lens(length)
         checks: list[Check] = []
@@ -97,7 +97,7 @@ def _pack_lens(length: int) -> list[int]:
 
 
 @contextmanager
-def _megatron_groups(
+def megatron_groups(
     cp_size: int,
 ) -> Generator[tuple[ProcessGroupCollection, ProcessGroupCollection]]:
     """Megatron's groups with all of `cp_size`, and the same with this rank alone as cp group."""

@@ -1,7 +1,7 @@
 """A toy GPT with the stock attention or Split-KV, without the launcher, and its batches."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,24 +10,11 @@ from torch import Tensor
 VOCABULARY, LENGTH, BATCH = 64, 48, 2
 
 
-@contextmanager
-def megatron_groups() -> Iterator[tuple[object, object]]:
-    """CPU mode and Megatron's groups; yields collections of all ranks as cp, and of one rank."""
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
+def megatron_groups() -> AbstractContextManager[tuple[Any, Any]]:
+    """Collections of all ranks as cp, and of this rank alone; in CPU mode where there is no GPU."""
+    from megatron_splitkv.mcore import parity
 
-    from megatron_splitkv.mcore import cpu_mode
-
-    cpu_mode.install()
-    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    try:
-        whole = ProcessGroupCollection.use_mpu_process_groups()
-        alone = ProcessGroupCollection.use_mpu_process_groups()
-        alone.cp = whole.tp  # a group of this rank only
-        yield whole, alone
-    finally:
-        parallel_state.destroy_model_parallel()
-        cpu_mode.uninstall()
+    return parity.megatron_groups(dist.get_world_size())
 
 
 def build_model(groups, book=None, *, wraps_rotary=True, **settings):
