@@ -7,6 +7,7 @@ PARTIAL_DTYPES = ("auto", "fp32", "bf16", "fp16")
 # What "auto" means for a dtype of inputs: the cheapest format that keeps the error of 8 ranks
 # within 1.25 times that of one (tools/results/2026-11-29-h200-runtime.md).
 AUTO_PARTIAL_DTYPES = {"fp32": "fp32", "bf16": "fp16", "fp16": "fp32"}
+ROUTES = ("queries", "keys")  # what travels; the other side of attention stays
 TRANSPORTS = ("auto", "nccl", "symmetric", "gloo")
 KV_TILE_TOKENS = 64  # the smallest KV tile of our kernels; user-set block sizes are multiples of it
 WIRE_ALIGNMENT_BYTES = 16  # each field of a travelling row starts at a multiple of it
@@ -20,19 +21,24 @@ class SplitKVConfig:
         block_size: KV tokens of one planner block, a multiple of 64: documents are cut at its
             multiples where the balance allows. None takes the largest power of two up to 512 that
             leaves each rank at least 16 blocks.
+        route: what travels between ranks: "queries" to the keys, and partial outputs back; or
+            "keys" to the query rows, and their gradients back, under causal, window and full masks.
+            Keys are fewer bytes where several query heads share a KV head, but what a rank gathers
+            of them grows with the context; `choose_route` weighs both.
         num_stages: upper bound on the number of exchanges that the other ranks' query rows are cut
             into; each brings some blocks of the rows of every rank. More stages mean smaller
             buffers and more overlap, and more collectives. None makes as many that each brings
-            about half as many rows as a rank owns, and no fewer than about 8192.
-        partial_dtype: wire format of returned partial outputs and query gradients: "fp32", "bf16",
+            about half as many rows as a rank owns, and no fewer than about 8192. Where keys travel,
+            it bounds the groups of KV heads that travel one after the other; None makes at most 2.
+        partial_dtype: wire format of returned partial outputs and gradients: "fp32", "bf16",
             "fp16" (beside an fp32 scale for each row and head), or "auto", which is fp16 for bf16
             inputs and else fp32. Merging is always done in fp32.
         transport: "symmetric" has the GPUs of one host read each other's memory by copy engines;
             "auto" is that where it can be had, else the backend of the process group, NCCL on GPUs;
             "nccl" insists on NCCL; "gloo" stages the rows of a GPU through host memory, for
             processes that share it.
-        keep_queries: keep the gathered query rows of the forward pass for the backward pass
-            instead of gathering them again: less traffic, more memory.
+        keep_queries: keep what the forward pass gathered, query rows or keys and values, for the
+            backward pass instead of gathering it again: less traffic, more memory.
         balance_tolerance: share by which the dearest rank may exceed the mean cost before the
             planner cuts documents that it could have kept whole.
         ranks_per_node: consecutive context-parallel ranks of one node: documents keep to few nodes,
@@ -47,6 +53,7 @@ class SplitKVConfig:
     """
 
     block_size: int | None = None
+    route: str = "queries"
     num_stages: int | None = None
     partial_dtype: str = "auto"
     transport: str = "auto"
@@ -65,6 +72,7 @@ class SplitKVConfig:
                 f"KV tile); use {max(1, -(-size // KV_TILE_TOKENS)) * KV_TILE_TOKENS}, or leave it "
                 "out to have it chosen"
             )
+        _check_choice("route", self.route, ROUTES)
         if self.num_stages is not None and self.num_stages < 1:
             raise ValueError(
                 f"num_stages={self.num_stages} must be at least 1; leave it out to have it chosen"

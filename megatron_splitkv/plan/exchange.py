@@ -107,7 +107,7 @@ class RowExchange:
             StageRows(
                 owned=owned,
                 needed=self.needed,
-                counts=_between_ranks(_planner.row_counts(owned, self.needed)),
+                counts=between_ranks(_planner.row_counts(owned, self.needed)),
                 is_all_gather=False,
             )
             for owned in zip(*dealt, strict=True)
@@ -128,19 +128,19 @@ class RowExchange:
 
     def travelling(self) -> Int64Array:
         """Rows of each rank that each other one needs, `[cp_size, cp_size]`, 0 on the diagonal."""
-        return _between_ranks(self.counts)
+        return between_ranks(self.counts)
 
     def sent(self, num_stages: int | None) -> Int64Array:
         """The same as they are sent: all rows, where the exchange is one all_gather."""
         if self.is_all_gather(num_stages):
-            return _between_ranks(np.full_like(self.counts, _num_rows(self.owned[0])))
+            return between_ranks(np.full_like(self.counts, _num_rows(self.owned[0])))
         return self.travelling()
 
     def _most_own_rows(self) -> int:
         return max(map(_num_rows, self.owned))
 
 
-def _between_ranks(counts: Int64Array) -> Int64Array:
+def between_ranks(counts: Int64Array) -> Int64Array:
     """The counts without those of a rank to itself."""
     others = counts.copy()
     np.fill_diagonal(others, 0)
@@ -182,7 +182,7 @@ def plan_exchange(plan: Plan, queries: Queries | None = None) -> RowExchange:
             f"queries={spec} has other query rows than the plan ({plan.queries}); make a plan of "
             "its own for it"
         )
-    owned = _owned_rows(plan)
+    owned = owned_rows(plan)
     needed = tuple(_planner.needed_rows(plan.model(spec), plan.runs, plan.cp_size))
     counts = _planner.row_counts(owned, needed)
     num_rows, num_keys = counts.sum(axis=0), np.asarray(plan.tokens)
@@ -192,7 +192,8 @@ def plan_exchange(plan: Plan, queries: Queries | None = None) -> RowExchange:
     return RowExchange(owned=owned, needed=needed, counts=counts, is_joint=is_joint)
 
 
-def _owned_rows(plan: Plan) -> tuple[Int64Array, ...]:
+def owned_rows(plan: Plan) -> tuple[Int64Array, ...]:
+    """For each rank `[n, 2]` ranges of the query stream, the rows that it owns."""
     if not plan.is_self_attention:
         starts = (0, *accumulate(plan.query_rows))
         return tuple(np.asarray([pair], dtype=np.int64) for pair in pairwise(starts))

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 import megatron_splitkv._planner as _planner
+from megatron_splitkv.plan.mirror import mirrored_runs
 from megatron_splitkv.plan.queries import (
     Anchors,
     Causal,
@@ -26,6 +27,7 @@ from megatron_splitkv.plan.queries import (
     whole_number,
     whole_numbers,
 )
+from megatron_splitkv.plan.route import check_route
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -81,7 +83,9 @@ class Plan:
             document, half open), ordered by rank, document, begin.
         query_rows: query rows of each rank. In self-attention the rows are the rank's own tokens;
             in context attention rank r owns the next `query_rows[r]` rows of the query stream.
-        costs: visible query-key pairs whose key is on the rank, for each rank.
+        costs: visible query-key pairs of each rank: those of its keys, or of its query rows where
+            keys travel.
+        route: what travels to what stays: "queries" to the keys, or "keys" to the query rows.
     """
 
     cp_size: int
@@ -92,6 +96,7 @@ class Plan:
     runs: Int64Array
     query_rows: tuple[int, ...]
     costs: tuple[int, ...]
+    route: str = "queries"
 
     @property
     def num_tokens(self) -> int:
@@ -123,7 +128,9 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that are equal exactly where the placement and the mask are equal."""
-        header = json.dumps([self.cp_size, _describe(self.queries), self.query_rows], default=int)
+        header = json.dumps(
+            [self.cp_size, self.route, _describe(self.queries), self.query_rows], default=int
+        )
         digest = hashlib.blake2b(header.encode(), digest_size=8)
         for values in (self.doc_lens, self.padded_lens):
             digest.update(np.asarray(values, dtype="<i8").tobytes())
@@ -146,6 +153,11 @@ class Plan:
         """The closed forms of `queries` (default: the plan's own spec) over these documents."""
         return build_model(queries or self.queries, self.doc_lens, self.padded_lens)
 
+    @property
+    def mirrored_runs(self) -> Int64Array:
+        """The runs where each document is read backwards, so that its rows are keys."""
+        return mirrored_runs(self.runs, np.asarray(self.doc_lens, dtype=np.int64))
+
     def repeated(self, times: int) -> "Plan":
         """The plan of `times` copies of this pack laid end to end, their KV tokens placed alike.
 
@@ -166,6 +178,7 @@ class Plan:
             queries=queries,
             runs=_read_only(copies[np.lexsort(copies.T[2::-1])]),
             query_rows=tuple(rows * times for rows in self.query_rows),
+            route=self.route,
             costs=tuple(cost * times for cost in self.costs),
         )
 
@@ -180,6 +193,7 @@ class Plan:
                 "queries": _describe(self.queries),
                 "runs": self.runs.tolist(),
                 "query_rows": self.query_rows,
+                "route": self.route,
                 "costs": self.costs,
                 "fingerprint": self.fingerprint,
             },
@@ -187,7 +201,7 @@ class Plan:
         )
 
 
-def make_plan(
+def make_plan(  # noqa: PLR0913 (what has a default is seldom given)
     doc_lens: Sequence[int],
     cp_size: int,
     *,
@@ -195,6 +209,7 @@ def make_plan(
     block_size: int | None = None,
     padded_lens: Sequence[int] | None = None,
     query_rows: Sequence[int] | None = None,
+    route: str = "queries",
     tolerance: float = 0.001,
     machine: Machine | None = None,
 ) -> Plan:
@@ -215,12 +230,14 @@ def make_plan(
             tail, see nothing and are seen by nobody, and are placed like any token.
         query_rows: context attention only: query rows that each rank owns, in stream order. By
             default an even split. A block of an anchor stays on one rank.
+        route: what is to travel, "queries" or "keys", and so whose pairs are balanced.
         tolerance: accepted cost imbalance, max/mean - 1; more of it keeps more documents whole.
         machine: what else decides how long a rank takes.
     Raises:
         ValueError: lengths that are negative or no integers, cp_size or block_size below 1, a
             tolerance that is negative or NaN, anchors out of order, query_rows that do not cover
-            the query stream, a machine of other ranks, or more than 2**61 rows times keys.
+            the query stream, a route that the mask has not (see `check_route`), a machine of other
+            ranks, or more than 2**61 rows times keys.
     Source: longest-processing-time-first, Graham 1969, for whole documents; keyed on the KV side
         because keys stay.
     """
@@ -231,6 +248,7 @@ def make_plan(
     lens = whole_numbers("doc_lens: length", doc_lens)
     padded = lens if padded_lens is None else whole_numbers("padded_lens: length", padded_lens)
     spec = queries or Causal()
+    check_route(route, spec)
     model = build_model(spec, lens, padded)
     size = (
         _auto_block_size(model.num_tokens, cp_size)
@@ -244,6 +262,8 @@ def make_plan(
         round(min(tolerance, 1.0) * _planner.TOLERANCE_UNITS),
         **_machine_arguments(machine, cp_size),
     )
+    if route == "keys":
+        runs = mirrored_runs(runs, np.asarray(lens, dtype=np.int64))
     return Plan(
         cp_size=cp_size,
         block_size=size,
@@ -256,6 +276,7 @@ def make_plan(
             if is_self_attention(spec)
             else _split_query_rows(spec, model.num_rows, cp_size, query_rows)
         ),
+        route=route,
         costs=tuple(costs),
     )
 
@@ -275,6 +296,7 @@ def plan_from_json(text: str) -> Plan:
         queries=_parse(data["queries"]),
         runs=_read_only(np.asarray(data["runs"], dtype=np.int64).reshape(-1, 4)),
         query_rows=tuple(data["query_rows"]),
+        route=data["route"],
         costs=tuple(data["costs"]),
     )
     if plan.fingerprint != data["fingerprint"] or plan.costs != _costs(plan):
@@ -286,7 +308,8 @@ def plan_from_json(text: str) -> Plan:
 
 
 def _costs(plan: Plan) -> tuple[int, ...]:
-    return tuple(_planner.rank_costs(plan.model(), plan.runs, plan.cp_size))
+    runs = plan.mirrored_runs if plan.route == "keys" else plan.runs
+    return tuple(_planner.rank_costs(plan.model(), runs, plan.cp_size))
 
 
 def _auto_block_size(num_tokens: int, cp_size: int) -> int:

@@ -8,6 +8,7 @@ from megatron_splitkv.plan.plan import Machine, Plan, make_plan
 from megatron_splitkv.plan.predict import Calibration, check_measured, make_plan_by_time
 from megatron_splitkv.plan.queries import Causal, Queries
 from megatron_splitkv.plan.report import AttentionShape
+from megatron_splitkv.plan.route import check_route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +36,20 @@ class Planner:
     Attributes:
         cp_size: ranks of the context-parallel group.
         config: settings of the run.
-        queries: the mask that placement balances.
+        queries: the mask that placement balances; it must have the route of the config.
         timing: where it is given, each pack takes the tolerance with the least predicted time, and
             what rows and runs cost is balanced too.
+    Raises:
+        ValueError: the mask has not the route of the config.
     """
 
     cp_size: int
     config: SplitKVConfig = field(default_factory=SplitKVConfig)
     queries: Queries = field(default_factory=Causal)
     timing: Timing | None = None
+
+    def __post_init__(self) -> None:
+        check_route(self.config.route, self.queries)
 
     def __call__(self, doc_lens: Sequence[int]) -> Plan:
         """The plan of a pack of documents without pads.
@@ -62,6 +68,7 @@ class Planner:
                 self.cp_size,
                 queries=self.queries,
                 block_size=config.block_size,
+                route=config.route,
                 tolerance=config.balance_tolerance,
                 machine=machine,
             )

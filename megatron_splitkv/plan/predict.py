@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_splitkv.config import SplitKVConfig
-from megatron_splitkv.plan.exchange import plan_exchange
 from megatron_splitkv.plan.plan import Int64Array, Machine, Plan, make_plan
 from megatron_splitkv.plan.queries import Queries
-from megatron_splitkv.plan.report import AttentionShape
+from megatron_splitkv.plan.report import AttentionShape, count_traffic
 
 Float64Array = npt.NDArray[np.float64]
 # What `tolerance="auto"` chooses from: shares by which the dearest rank may exceed the mean.
@@ -168,9 +167,11 @@ class LayerLoad:
 
     Attributes:
         pairs: visible query-key pairs, `[cp_size]`.
-        rows: query rows that the rank attends with, its own too, `[cp_size]`.
+        rows: query rows that the rank attends with, `[cp_size]`: its own, and where queries travel
+            those of others too.
         runs: runs of keys, `[cp_size]`.
-        travelling: rows that each rank sends to each other one, `[cp_size, cp_size]`.
+        travelling: rows of queries or of keys that each rank sends to each other one,
+            `[cp_size, cp_size]`.
         bytes_out, bytes_back: of a travelling row.
         num_heads_q: query heads.
         num_stages: exchanges, one after the other.
@@ -188,17 +189,16 @@ class LayerLoad:
 
 def layer_load(plan: Plan, shape: AttentionShape, config: SplitKVConfig) -> LayerLoad:
     """Counts what `predict_load` weighs."""
-    exchange = plan_exchange(plan)
-    forward, backward = shape.forward_bytes(config), shape.backward_bytes(config)
+    traffic = count_traffic(plan, shape, config)
     return LayerLoad(
         pairs=np.asarray(plan.costs, dtype=np.int64),
-        rows=exchange.counts.sum(axis=0),
+        rows=traffic.attended,
         runs=np.bincount(plan.runs[:, 0], minlength=plan.cp_size),
-        travelling=exchange.sent(config.num_stages),
-        bytes_out=forward[0] + backward[0],
-        bytes_back=forward[1] + backward[1],
+        travelling=traffic.rows,
+        bytes_out=traffic.forward[0] + traffic.backward[0],
+        bytes_back=traffic.forward[1] + traffic.backward[1],
         num_heads_q=shape.num_heads_q,
-        num_stages=max(1, exchange.num_exchanges(config.num_stages)),
+        num_stages=max(1, traffic.num_exchanges),
     )
 
 
@@ -302,6 +302,7 @@ def make_plan_by_time(
             cp_size,
             queries=queries,
             block_size=config.block_size,
+            route=config.route,
             tolerance=tolerance,
             machine=chosen,
         )
