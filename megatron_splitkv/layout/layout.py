@@ -7,29 +7,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_splitkv.layout.intervals import KeyIntervals
+from megatron_splitkv.layout.key_layout import KeyLayout, Segment, build_key_layout
 from megatron_splitkv.layout.shard import expand_ranges, token_index
-from megatron_splitkv.plan import Anchors, Plan, Queries, RowExchange, StageRows, plan_exchange
+from megatron_splitkv.plan import (
+    Anchors,
+    Plan,
+    Queries,
+    RowExchange,
+    StageRows,
+    plan_exchange,
+    plan_key_exchange,
+)
 from megatron_splitkv.plan.plan import Int64Array
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KeyIntervals:
-    """The mask of one partial attention: row i sees local KV rows `[begin[i], end[i])`.
-
-    Attributes:
-        begin, end: `[R]` int32; a row with `begin >= end` sees nothing.
-        begin_on_host, end_on_host: the same on the CPU, where kernels plan their work.
-    """
-
-    begin: Tensor
-    end: Tensor
-    begin_on_host: Tensor
-    end_on_host: Tensor
-
-    @classmethod
-    def on_host(cls, begin: Tensor, end: Tensor) -> Self:
-        """Intervals whose tensors are all on the CPU."""
-        return cls(begin=begin, end=end, begin_on_host=begin, end_on_host=end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,13 +60,14 @@ class ShardLayout:
         kv_index: `[num_kv_rows]` int64, pack index of each local token, ascending.
         positions: `[num_kv_rows]` int64, position of each local token in its document.
         num_query_rows: query rows that this rank owns.
-        own: local keys that the own query rows see; None where these are among the rows of the only
-            stage, as they are few beside the keys.
+        keys: where keys travel, all of the exchange; else None.
+        own: local keys that the own query rows see; None where keys travel, and where own rows are
+            among those of the only stage, as they are few beside the keys.
         block: context attention with anchors: rows of the own-block keys that each own query row
             sees, else None.
         kv_padding: `[num_kv_rows]` bool, True at pads; None when the pack has none.
         query_padding: likewise for the own query rows, `[num_query_rows]`.
-        stages: exchanges with the other ranks, without those of no row at all.
+        stages: exchanges of query rows with the other ranks, without those of no row at all.
     """
 
     fingerprint: str
@@ -85,6 +76,7 @@ class ShardLayout:
     kv_index: Tensor
     positions: Tensor
     num_query_rows: int
+    keys: KeyLayout | None
     own: KeyIntervals | None
     block: KeyIntervals | None
     kv_padding: Tensor | None
@@ -114,7 +106,7 @@ def _to_device[T](value: T, device: torch.device) -> T:
     if isinstance(value, KeyIntervals):
         begin, end = (_to_device(x, device) for x in (value.begin, value.end))
         return replace(value, begin=begin, end=end)
-    if isinstance(value, ExchangeStage | ShardLayout):
+    if isinstance(value, ExchangeStage | KeyLayout | Segment | ShardLayout):
         moved = {f.name: _to_device(getattr(value, f.name), device) for f in fields(value)}
         return replace(value, **moved)
     if isinstance(value, tuple):
@@ -138,27 +130,37 @@ def build_layout(
     if not 0 <= cp_rank < plan.cp_size:
         raise ValueError(f"cp_rank={cp_rank} must lie in [0, {plan.cp_size}) (the plan's cp_size)")
     spec = queries or plan.queries
-    exchange = plan_exchange(plan, spec)
     kv_index = token_index(plan, cp_rank)
     doc_starts = np.concatenate([[0], np.cumsum(plan.padded_lens, dtype=np.int64)])
     documents = np.searchsorted(doc_starts, kv_index, side="right") - 1
     positions = kv_index - doc_starts[documents]
     is_pad = positions >= np.asarray(plan.doc_lens, dtype=np.int64)[documents]
     padding = torch.from_numpy(is_pad) if plan.doc_lens != plan.padded_lens else None
-    owned = expand_ranges(exchange.owned[cp_rank])
-    builder = _StageBuilder(plan, exchange, plan.model(spec).row_intervals(), kv_index, cp_rank)
+    row_intervals = plan.model(spec).row_intervals()
+    keys, own, num_rows = None, None, len(kv_index)
+    stages: tuple[ExchangeStage, ...] = ()
+    if plan.route == "keys":
+        exchange = plan_key_exchange(plan, spec)
+        keys = build_key_layout(plan, exchange, kv_index, row_intervals, cp_rank)
+    else:
+        exchange = plan_exchange(plan, spec)
+        owned = expand_ranges(exchange.owned[cp_rank])
+        builder = _StageBuilder(plan, exchange, row_intervals, kv_index, cp_rank)
+        own = None if exchange.is_joint else builder.intervals(owned)
+        stages, num_rows = builder.stages(owned, num_stages), len(owned)
     return ShardLayout(
         fingerprint=plan.fingerprint,
         cp_size=plan.cp_size,
         cp_rank=cp_rank,
         kv_index=torch.from_numpy(kv_index),
         positions=torch.from_numpy(positions),
-        num_query_rows=len(owned),
-        own=None if exchange.is_joint else builder.intervals(owned),
-        block=_block_intervals(spec, len(owned)),
+        num_query_rows=num_rows,
+        keys=keys,
+        own=own,
+        block=_block_intervals(spec, num_rows),
         kv_padding=padding,
         query_padding=padding if plan.is_self_attention else None,
-        stages=builder.stages(owned, num_stages),
+        stages=stages,
     )
 
 
@@ -181,9 +183,7 @@ class _StageBuilder:
 
     def intervals(self, rows: Int64Array) -> KeyIntervals:
         """Local key ranges of query rows given by their index in the query stream."""
-        bounds = np.searchsorted(self.kv_index, self.row_intervals[rows]).astype(np.int32)
-        begin, end = (torch.from_numpy(bounds[:, i].copy()) for i in (0, 1))
-        return KeyIntervals.on_host(begin, end)
+        return KeyIntervals.among(self.kv_index, self.row_intervals[rows])
 
     def stages(self, owned: Int64Array, num_stages: int | None) -> tuple[ExchangeStage, ...]:
         return tuple(
