@@ -107,6 +107,7 @@ def add(
 def encode(
     *,
     values: Rows | Tensor,
+    index: int,
     encoded: Rows | Tensor,
     scale: Rows | Tensor,
     lse: Rows | Tensor | None,

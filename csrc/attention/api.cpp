@@ -63,11 +63,11 @@ PackParams pack_params(const PackCall& call) {
     return params;
 }
 
-void check_index(const PackCall& call) {
-    if (call.index == nullptr) return;
-    for (int64_t i = 0; i < call.num_rows; ++i) {
-        SPLITKV_CHECK(call.index[i] >= 0 && call.index[i] < call.num_source_rows, "rows[", i,
-                      "]=", call.index[i], ", needs 0 to ", call.num_source_rows - 1);
+void check_index(const int64_t* index, int64_t num_rows, int64_t num_source_rows) {
+    if (index == nullptr) return;
+    for (int64_t i = 0; i < num_rows; ++i) {
+        SPLITKV_CHECK(index[i] >= 0 && index[i] < num_source_rows, "rows[", i, "]=", index[i],
+                      ", needs 0 to ", num_source_rows - 1);
     }
 }
 
@@ -150,6 +150,7 @@ void encode(const EncodeParams& params) {
     check_encode(params);
     if (is_cuda(params.launch.device)) return cuda::encode(params);
     check_cpu_launch(params.launch, 0);
+    check_index(params.index, params.encoded.rows, params.values.rows);
     cpu::encode(params);
 }
 
@@ -157,7 +158,7 @@ void pack(const PackCall& call) {
     const PackParams params = pack_params(call);
     if (is_cuda(call.launch.device)) return cuda::pack(params);
     check_cpu_launch(call.launch, 0);
-    check_index(call);
+    check_index(call.index, call.num_rows, call.num_source_rows);
     cpu::pack(params);
 }
 

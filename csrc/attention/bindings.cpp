@@ -72,8 +72,8 @@ void bind_partials(py::module_& m) {
         Field("num_slots", &AddParams::num_slots), Field("accumulates", &AddParams::accumulates),
         Field("launch", &AddParams::launch));
     def(m, "encode", &encode, Field("values", &EncodeParams::values),
-        Field("encoded", &EncodeParams::encoded), Field("scale", &EncodeParams::scale),
-        Field("lse", &EncodeParams::lse, kOptional),
+        Field("index", &EncodeParams::index), Field("encoded", &EncodeParams::encoded),
+        Field("scale", &EncodeParams::scale), Field("lse", &EncodeParams::lse, kOptional),
         Field("sent_lse", &EncodeParams::sent_lse, kOptional),
         Field("launch", &EncodeParams::launch));
     def(m, "pack", &pack, Field("packed", &PackCall::packed),

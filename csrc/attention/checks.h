@@ -55,13 +55,14 @@ inline void check_add(const AddParams& params) {
 
 inline void check_encode(const EncodeParams& params) {
     const Rows& values = params.values;
-    check_shape("encoded", params.encoded, values.rows, values.heads, values.dim);
-    check_shape("scale", params.scale, values.rows, values.heads, 1);
+    const int64_t num_rows = params.index == nullptr ? values.rows : params.encoded.rows;
+    check_shape("encoded", params.encoded, num_rows, values.heads, values.dim);
+    check_shape("scale", params.scale, num_rows, values.heads, 1);
     check_float32("values", values);
     check_float32("scale", params.scale);
     if (params.lse.data != nullptr) {
         check_shape("lse", params.lse, values.rows, values.heads, 1);
-        check_shape("sent_lse", params.sent_lse, values.rows, values.heads, 1);
+        check_shape("sent_lse", params.sent_lse, num_rows, values.heads, 1);
         check_float32("lse", params.lse);
         check_float32("sent_lse", params.sent_lse);
     }

@@ -91,14 +91,16 @@ struct AddParams {
     Launch launch;
 };
 
-// encoded = values / scale, where scale is the largest magnitude of each (row, head); 0 where it is
+// Row i is that of values[index[i]]: encoded = values / scale, where scale is the largest magnitude
+// of each (row, head); 0 where it is
 // 0.
 struct EncodeParams {
-    Rows values;    // [R, H, D], fp32
-    Rows encoded;   // [R, H, D], fp16
-    Rows scale;     // [R, H, 1], fp32
-    Rows lse;       // [R, H, 1], fp32; data is nullptr where the values have none
-    Rows sent_lse;  // [R, H, 1], fp32, a copy of lse
+    Rows values;           // [T, H, D], fp32
+    const int64_t* index;  // [R]; nullptr takes all rows in their order, R = T
+    Rows encoded;          // [R, H, D], fp16
+    Rows scale;            // [R, H, 1], fp32
+    Rows lse;              // [T, H, 1], fp32; data is nullptr where the values have none
+    Rows sent_lse;         // [R, H, 1], fp32, of the chosen rows
     Launch launch;
 };
 

@@ -236,16 +236,17 @@ void add(const AddParams& params) {
 void encode(const EncodeParams& params) {
     const Isa& isa = current_isa();
     const Rows& encoded = params.encoded;
-    const int64_t num_rows = params.values.rows;
+    const int64_t num_rows = encoded.rows;
 #pragma omp parallel for num_threads(clamp_threads(params.launch.num_threads, num_rows))
     for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t source = params.index == nullptr ? row : params.index[row];
         for (int64_t head = 0; head < params.values.heads; ++head) {
             uint16_t* target = static_cast<uint16_t*>(encoded.data) + row * encoded.row_stride +
                                head * encoded.head_stride;
             *float_at(params.scale, row, head) =
-                isa.encode_row(float_at(params.values, row, head), params.values.dim, target);
+                isa.encode_row(float_at(params.values, source, head), params.values.dim, target);
             if (params.lse.data != nullptr) {
-                *float_at(params.sent_lse, row, head) = *float_at(params.lse, row, head);
+                *float_at(params.sent_lse, row, head) = *float_at(params.lse, source, head);
             }
         }
     }

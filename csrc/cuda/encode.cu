@@ -31,10 +31,13 @@ __device__ __forceinline__ uint32_t warp_max(uint32_t x) {
     return x;
 }
 
-// Row and head of the i-th pair of a warp.
+// Row and head of the i-th pair of a warp, and where the values of the row are.
 struct Pair {
     uint32_t row;
     uint32_t head;
+    __device__ __forceinline__ int64_t source_row(const EncodeParams& params) const {
+        return params.index == nullptr ? row : params.index[row];
+    }
 };
 
 template <typename Traits>
@@ -52,13 +55,15 @@ __global__ void __launch_bounds__(kWarpThreads* kWarpsPerCta)
     Values<kVector> values[Traits::kPairs][Traits::kSteps];
 #pragma unroll
     for (int i = 0; i < Traits::kPairs; ++i) {
-        const auto [row, head] = pair_of<Traits>(params, i);
-        const float* source = row_of<float>(params.values, row, head);
+        const Pair pair = pair_of<Traits>(params, i);
+        const bool is_row = pair.row < params.encoded.rows;
+        const float* source =
+            row_of<float>(params.values, is_row ? pair.source_row(params) : 0, pair.head);
 #pragma unroll
         for (int step = 0; step < Traits::kSteps; ++step) {
             const int column = step * Traits::kStepColumns + lane() * kVector;
             values[i][step] = {};
-            if (row < params.values.rows && column < params.values.dim) {
+            if (is_row && column < params.values.dim) {
                 values[i][step] = load_values<float, kVector>(source + column);
             }
         }
@@ -75,8 +80,9 @@ __global__ void __launch_bounds__(kWarpThreads* kWarpsPerCta)
             }
         }
         bits = warp_max(bits);
-        const auto [row, head] = pair_of<Traits>(params, i);
-        if (row >= params.values.rows) return;
+        const Pair pair = pair_of<Traits>(params, i);
+        const auto [row, head] = pair;
+        if (row >= params.encoded.rows) return;
         const float scale = __uint_as_float(bits);
         const float divisor = bits == 0 ? 1.0f : scale;
         __half* target = mutable_row_of<__half>(params.encoded, row, head);
@@ -92,14 +98,14 @@ __global__ void __launch_bounds__(kWarpThreads* kWarpsPerCta)
         *mutable_row_of<float>(params.scale, row, head) = scale;
         if (params.lse.data != nullptr) {
             *mutable_row_of<float>(params.sent_lse, row, head) =
-                *row_of<float>(params.lse, row, head);
+                *row_of<float>(params.lse, pair.source_row(params), head);
         }
     }
 }
 
 template <typename Traits>
 void launch_encode(const EncodeParams& params) {
-    const int64_t num_pairs = params.values.rows * params.values.heads;
+    const int64_t num_pairs = params.encoded.rows * params.values.heads;
     SPLITKV_CHECK(num_pairs < INT32_MAX, "rows * heads is ", num_pairs,
                   ", needs less than 2^31 - 1");
     constexpr int kPairsPerCta = Traits::kPairs * kWarpsPerCta;
@@ -114,7 +120,7 @@ void launch_encode(const EncodeParams& params) {
 }  // namespace
 
 void encode(const EncodeParams& params) {
-    if (params.values.rows * params.values.heads == 0) return;
+    if (params.encoded.rows * params.values.heads == 0) return;
     const DeviceGuard guard(params.launch.device_index);
     if (!is_wide(params.values, kWideVector) || !is_wide(params.encoded, kWideVector)) {
         return launch_encode<EncodeTraits<1, 16>>(params);

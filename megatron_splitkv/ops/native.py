@@ -120,11 +120,17 @@ def check_no_grad(op: str, **tensors: Tensor) -> None:
             )
 
 
-def refusal(op: str, tensor: Tensor) -> UnsupportedError:
-    """The error of an op on a device for which no kernel is registered."""
+def refusal(op: str, tensor: Tensor, twin: str | None = None) -> UnsupportedError:
+    """The error of an op on a device for which no kernel is registered.
+
+    Args:
+        op: its name.
+        tensor: one of those that it got.
+        twin: its name in `reference.py`; None where that is the op's own.
+    """
     return UnsupportedError(
         f"{op} got tensors on {tensor.device}, needs a device with kernels, CPU or CUDA; move "
-        f"the tensors there or use megatron_splitkv.ops.reference.{op}"
+        f"the tensors there or use megatron_splitkv.ops.reference.{twin or op}"
     )
 
 
@@ -189,7 +195,12 @@ def no_outputs(*_args: object, **_kwargs: object) -> None:
 
 
 def register_op(
-    op: str, schema: str, *, native: Callable[..., object], fake: Callable[..., object]
+    op: str,
+    schema: str,
+    *,
+    native: Callable[..., object],
+    fake: Callable[..., object],
+    twin: str | None = None,
 ) -> None:
     """Defines an op that runs on the CPU and on CUDA, and is refused by name elsewhere.
 
@@ -198,11 +209,12 @@ def register_op(
         schema: its arguments and results, as torch.library writes them.
         native: runs it, on tensors of either device.
         fake: gives the results without their values.
+        twin: its name in `reference.py`; None where that is the op's own.
     """
     name = f"{OP_NAMESPACE}::{op}"
 
     def refuse(first: Tensor, *_args: object, **_kwargs: object) -> NoReturn:
-        raise refusal(op, first)
+        raise refusal(op, first, twin)
 
     torch.library.define(name, schema)
     torch.library.register_fake(name, fake)

@@ -21,6 +21,7 @@ from megatron_splitkv.ops.native import (
     launch_on,
     native_device,
     native_dtype,
+    no_outputs,
     register_op,
 )
 from megatron_splitkv.ops.work_lists import WorkLists
@@ -66,18 +67,10 @@ def partial_attention(
     check_no_grad("partial_attention", q=q, k=k, v=v)
     if out_dtype not in INPUT_DTYPES:
         raise ValueError(f"out_dtype={out_dtype} must be float32, bfloat16 or float16")
-    on_device = forward_work(q, k, v, work) if q.is_cuda else None
-    return torch.ops.megatron_splitkv.partial_attention.default(
-        q,
-        k,
-        v,
-        kv_begin,
-        kv_end,
-        softmax_scale=softmax_scale,
-        out_dtype=out_dtype,
-        work=None if on_device is None else on_device.items,
-        work_shape=() if on_device is None else on_device.shape,
-    )
+    out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=out_dtype)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    run_forward(q, k, v, kv_begin, kv_end, out, lse, softmax_scale=softmax_scale, work=work)
+    return out, lse
 
 
 def partial_attention_backward(
@@ -152,33 +145,37 @@ def partial_attention_backward(
         check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=q.device)
     check_no_grad("partial_attention_backward", dout=dout, q=q, k=k, v=v)
     on_device = backward_work(q, k, v, work) if q.is_cuda else None
-    return torch.ops.megatron_splitkv.partial_attention_backward.default(
-        dout,
-        q,
-        k,
-        v,
-        lse,
-        delta,
-        kv_begin,
-        kv_end,
-        dk,
-        dv,
-        softmax_scale=softmax_scale,
+    dq = q.new_empty(q.shape, dtype=torch.float32)
+    torch.ops.megatron_splitkv.partial_attention_backward_.default(
+        dout, q, k, v, lse, delta, kv_begin, kv_end, dq, dk, dv, softmax_scale=softmax_scale,
         accumulate=accumulate,
         work=None if on_device is None else on_device.items,
         work_shape=() if on_device is None else on_device.shape,
-    )
+    )  # fmt: skip
+    return dq
 
 
-def _empty_outputs(
-    q: Tensor, _k: Tensor, v: Tensor, *_args: object, out_dtype: torch.dtype, **_kwargs: object
-) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=out_dtype)
-    return out, q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
-def _empty_dq(_dout: Tensor, q: Tensor, *_args: object, **_kwargs: object) -> Tensor:
-    return q.new_empty(q.shape, dtype=torch.float32)
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_begin: Tensor,
+    kv_end: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    softmax_scale: float,
+    work: WorkLists | None = None,
+) -> None:
+    """`partial_attention` into tensors that may be views of larger ones, without its checks, for
+    callers that made the arguments themselves.
+    """
+    on_device = forward_work(q, k, v, work) if q.is_cuda else None
+    torch.ops.megatron_splitkv.partial_attention_.default(
+        q, k, v, kv_begin, kv_end, out, lse, softmax_scale=softmax_scale,
+        work=None if on_device is None else on_device.items,
+        work_shape=() if on_device is None else on_device.shape,
+    )  # fmt: skip
 
 
 def _workspace(
@@ -201,13 +198,13 @@ def _forward(
     v: Tensor,
     kv_begin: Tensor,
     kv_end: Tensor,
+    out: Tensor,
+    lse: Tensor,
     *,
     softmax_scale: float,
-    out_dtype: torch.dtype,
     work: Tensor | None = None,
     work_shape: Sequence[int] = (),
-) -> tuple[Tensor, Tensor]:
-    out, lse = _empty_outputs(q, k, v, out_dtype=out_dtype)
+) -> None:
     workspace = _workspace(_kernels.forward_workspace_bytes, q, v, work_shape)
     _kernels.forward(
         q=q,
@@ -222,7 +219,6 @@ def _forward(
         work_shape=work_shape,
         launch=launch_on(q.device, workspace),
     )
-    return out, lse
 
 
 def _backward(
@@ -234,6 +230,7 @@ def _backward(
     delta: Tensor,
     kv_begin: Tensor,
     kv_end: Tensor,
+    dq: Tensor,
     dk: Tensor,
     dv: Tensor,
     *,
@@ -241,8 +238,7 @@ def _backward(
     accumulate: bool = True,
     work: Tensor | None = None,
     work_shape: Sequence[int] = (),
-) -> Tensor:
-    dq = _empty_dq(dout, q)
+) -> None:
     dk_sum, dv_sum = dk, dv
     if q.is_cuda:  # where the kernels take one input dtype
         dout = dout.to(q.dtype)
@@ -272,21 +268,22 @@ def _backward(
     if dk_sum.dtype != dk.dtype:
         dk.copy_(dk_sum)
         dv.copy_(dv_sum)
-    return dq
 
 
 register_op(
-    "partial_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor kv_begin, Tensor kv_end, *, float softmax_scale, "
-    "ScalarType out_dtype, Tensor? work=None, int[] work_shape=[]) -> (Tensor, Tensor)",
+    "partial_attention_",
+    "(Tensor q, Tensor k, Tensor v, Tensor kv_begin, Tensor kv_end, Tensor(a!) out, "
+    "Tensor(b!) lse, *, float softmax_scale, Tensor? work=None, int[] work_shape=[]) -> ()",
     native=_forward,
-    fake=_empty_outputs,
+    fake=no_outputs,
+    twin="partial_attention",
 )
 register_op(
-    "partial_attention_backward",
+    "partial_attention_backward_",
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, Tensor kv_begin, "
-    "Tensor kv_end, Tensor(a!) dk, Tensor(b!) dv, *, float softmax_scale, bool accumulate=True, "
-    "Tensor? work=None, int[] work_shape=[]) -> Tensor",
+    "Tensor kv_end, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, *, float softmax_scale, "
+    "bool accumulate=True, Tensor? work=None, int[] work_shape=[]) -> ()",
     native=_backward,
-    fake=_empty_dq,
+    fake=no_outputs,
+    twin="partial_attention_backward",
 )

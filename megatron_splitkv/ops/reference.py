@@ -119,12 +119,14 @@ def encode_partials_(
     values: Tensor,
     sent_lse: Tensor | None = None,
     lse: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> None:
     """Twin of `megatron_splitkv.ops.encode_partials_`, which documents it."""
+    values = values if rows is None else values[rows]
     scale.copy_(values.abs().amax(dim=-1))
     encoded.copy_(values / torch.where(scale == 0, 1.0, scale)[..., None])
     if sent_lse is not None and lse is not None:
-        sent_lse.copy_(lse)
+        sent_lse.copy_(lse if rows is None else lse[rows])
 
 
 def pack_rows_(
