@@ -155,13 +155,34 @@ struct Bands {
     int64_t stagger;
 };
 
+// KV tiles that see a row tile, on the mean over all pairs of the two.
+double mean_visits(const std::vector<BackwardSegments>& segments, size_t num_tiles) {
+    std::vector<int64_t> visits(num_tiles + 1, 0);
+    for (const BackwardSegments& of_kv_tile : segments) {
+        for (const BackwardSegment& segment : of_kv_tile) {
+            ++visits[segment.first_tile];
+            --visits[segment.first_tile + segment.num_tiles];
+        }
+    }
+    double sum = 0.0, squares = 0.0;
+    int64_t here = 0;
+    for (const int64_t change : visits) {
+        here += change;
+        sum += static_cast<double>(here);
+        squares += static_cast<double>(here) * static_cast<double>(here);
+    }
+    return sum > 0.0 ? squares / sum : 0.0;
+}
+
 Bands choose_bands(const BackwardWorkRequest& request, const BackwardCut& cut,
+                   const std::vector<BackwardSegments>& segments,
                    const std::vector<int64_t>& num_steps) {
     constexpr int64_t kHeldBytes = 48 << 20;  // the L2 of an H200
     // Of a band, whichever is more: for all heads of the group, and for one, as heads take turns.
     constexpr int64_t kGroupBytes = 16 << 20;
     constexpr int64_t kHeadBytes = 4 << 20;
     constexpr int64_t kTilesOfFewVisits = 32;
+    constexpr double kSmsOfBand = 0.65;     // bands lost 20 % with 75 tiles and won 4 % with 94
     constexpr int64_t kStagger = 2;         // steps, 4 us at head dim 128
     constexpr int64_t kWaves = 6;           // of items, at least
     constexpr int64_t kMaxItems = 1 << 17;  // of one head; a list takes 48 bytes for each
@@ -180,9 +201,12 @@ Bands choose_bands(const BackwardWorkRequest& request, const BackwardCut& cut,
     const int64_t least_bands = (kWaves * request.num_sms + work_of_band - 1) / work_of_band;
     const int64_t most_bands = std::max<int64_t>(1, kMaxItems / num_kv_tiles);
     // Few visits: rows come from memory anyway, and heads side by side share the adds that miss L2.
-    // Else the KV tiles of one head must be enough for all SMs: 128 of them took 3 to 5 % longer.
+    // Else the KV tiles of one head that see a band must be enough for most SMs.
     const bool is_head_major = !has_few_visits(num_steps, num_tiles);
-    if (is_head_major && num_kv_tiles < request.num_sms) return {};
+    if (is_head_major && (num_kv_tiles < request.num_sms ||
+                          mean_visits(segments, cut.tiles.size()) < kSmsOfBand * request.num_sms)) {
+        return {};
+    }
     const int64_t held = is_head_major
                              ? std::max(kGroupBytes / group_bytes, kHeadBytes / tile_bytes)
                              : kTilesOfFewVisits;
@@ -252,7 +276,7 @@ BackwardParts divide_steps(const BackwardWorkRequest& request, const BackwardCut
     BackwardParts parts{};
     parts.of_kv_tile.resize(segments.size());
     parts.num_bands = 1;
-    const Bands bands = choose_bands(request, cut, num_steps);
+    const Bands bands = choose_bands(request, cut, segments, num_steps);
     if (bands.num_tiles > 0) {
         const std::vector<int64_t> ends =
             band_ends(static_cast<int64_t>(cut.tiles.size()), bands.num_tiles);
