@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Prefix,
         Suffix,
         Window,
+        choose_route,
         make_plan,
     )
 
@@ -40,6 +41,7 @@ __all__ = [
     "UnsupportedError",
     "Window",
     "build_layout",
+    "choose_route",
     "make_plan",
     "shard_rows",
     "splitkv_attention",
@@ -60,6 +62,7 @@ _NAMES_OF_ROOM = {
         "Prefix",
         "Suffix",
         "Window",
+        "choose_route",
         "make_plan",
     ),
 }

@@ -11,6 +11,7 @@ from megatron_splitkv.comm.rows import (
     RowFormat,
     all_gather_rows,
     check_same_plan,
+    chosen_rows,
     gather_rows,
     return_rows,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "Transport",
     "all_gather_rows",
     "check_same_plan",
+    "chosen_rows",
     "empty_rows",
     "gather_rows",
     "return_rows",

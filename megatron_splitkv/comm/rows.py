@@ -66,7 +66,9 @@ class RowFormat:
 
     def cleared(self, packed: Tensor) -> Tensor:
         """Packed rows to be written through `unpack`; bytes between fields are zero."""
-        return packed.zero_() if _inside(self).has_gaps else packed
+        for begin, end in _inside(self).gaps:
+            packed[:, begin:end].zero_()
+        return packed
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         """Views the fields of packed rows, `[num_rows, *shape]` each; no copy."""
@@ -103,14 +105,14 @@ class _Inside(NamedTuple):
         strides: of each field's elements in packed rows.
         dtypes: of the fields, each once.
         row_bytes: of a row.
-        has_gaps: there are bytes between fields.
+        gaps: first byte of each gap between fields, and one past its last.
     """
 
     begins: tuple[int, ...]
     strides: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     row_bytes: int
-    has_gaps: bool
+    gaps: tuple[tuple[int, int], ...]
 
 
 @cache
@@ -123,13 +125,25 @@ def _inside(row_format: RowFormat) -> _Inside:
         strides=tuple(_strides(shape, row_bytes // d.itemsize) for shape, d in row_format.fields),
         dtypes=tuple({dtype for _, dtype in row_format.fields}),
         row_bytes=row_bytes,
-        has_gaps=padded != sizes,
+        gaps=tuple(
+            (begin + size, begin + whole)
+            for begin, size, whole in zip(begins, sizes, padded, strict=True)
+            if size < whole
+        ),
     )
 
 
 def _strides(shape: tuple[int, ...], row_stride: int) -> tuple[int, ...]:
     """Of dense elements `shape` in rows that far apart."""
     return row_stride, *(prod(shape[dim:]) for dim in range(1, len(shape) + 1))
+
+
+def chosen_rows(packed: Tensor, rows: Tensor, into: Tensor | None = None) -> Tensor:
+    """Rows of packed ones, `packed[rows]`, in new memory if none is given."""
+    if into is None:
+        into = empty_rows(len(rows), packed.shape[1], packed.device)
+    run_pack(into, [packed], (0,), rows)
+    return into
 
 
 def gather_rows(

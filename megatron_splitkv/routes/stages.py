@@ -47,7 +47,7 @@ def run_stages[T](
             arriving = gather_rows(*sent, following, transport)
         answers = compute(stage, rows)
         buffer = transport.send_buffer(stage.counts.T, answer_format.row_bytes, rows.device)
-        packed = answer_format.pack(*answers, into=buffer)
+        packed = answer_format.pack(answers[:1], *answers[1:], into=buffer)
         pending = return_rows(packed, stage, transport)
         del rows, answers, packed
         if returning is not None:
