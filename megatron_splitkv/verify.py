@@ -2,7 +2,8 @@
 
 Without a launcher it starts its own local ranks. Inside torchrun it takes the world it is given, so
 the same command checks a cluster. Everything is held against dense fp64 attention or against
-Megatron's own model on one rank. The exit code is 0 only if every check passed.
+Megatron's own model on one rank, both where queries travel and where keys do. The exit code is 0
+only if every check passed.
 
 examples:
   python -m megatron_splitkv.verify
@@ -112,7 +113,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="upper bound on the exchanges of a layer (default: chosen by rows)",
     )
-    add("--keep-queries", action="store_true", help="queries travel once, kept for backward")
+    add(
+        "--keep-queries",
+        action="store_true",
+        help="queries, or keys, travel once and are kept for backward",
+    )
     add(
         "--skip",
         nargs="+",

@@ -5,7 +5,7 @@ attention itself is communicated.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from megatron_splitkv.checks.oracle import (
 from megatron_splitkv.checks.table import Check
 from megatron_splitkv.checks.worst import Worst
 from megatron_splitkv.comm import Transport, check_same_plan
-from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.config import ROUTES, SplitKVConfig
 from megatron_splitkv.layout import ShardLayout, build_layout, shard_rows
 from megatron_splitkv.plan import (
     Anchors,
@@ -38,13 +38,14 @@ from megatron_splitkv.plan import (
     make_plan,
 )
 from megatron_splitkv.plan.report import AttentionShape, report_plan
+from megatron_splitkv.plan.route import has_route
 
 BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCase:
-    """Documents, a mask and heads.
+    """Documents, a mask, heads and a route.
 
     Attributes:
         name: for notes.
@@ -52,6 +53,7 @@ class AttentionCase:
         queries: the mask.
         heads: query and kv heads.
         head_dim: of q, k and v.
+        route: what travels.
     """
 
     name: str
@@ -59,15 +61,16 @@ class AttentionCase:
     queries: Queries
     heads: tuple[int, int]
     head_dim: int
+    route: str = "queries"
 
     def __str__(self) -> str:
         return self.name
 
 
 def attention_cases() -> list[AttentionCase]:
-    """One case for each mask; lengths that divide by nothing."""
+    """One case for each mask, on each route that it has; lengths that divide by nothing."""
     anchors = Anchors(((40, 333, 600), (), (0, 77)), 4)
-    return [
+    by_queries = [
         AttentionCase(name="packed documents, causal", doc_lens=(307, 1, 0, 77, 514),
                       queries=Causal(), heads=(4, 2), head_dim=64),
         AttentionCase(name="one document, causal", doc_lens=(701,), queries=Causal(),
@@ -83,6 +86,12 @@ def attention_cases() -> list[AttentionCase]:
         AttentionCase(name="anchors with their blocks", doc_lens=(640, 5, 190), queries=anchors,
                       heads=(4, 2), head_dim=64),
     ]  # fmt: skip
+    by_keys = [
+        replace(case, name=f"{case.name}, keys travel", route="keys")
+        for case in by_queries
+        if has_route("keys", case.queries)
+    ]
+    return by_queries + by_keys
 
 
 class RankCall:
@@ -101,7 +110,9 @@ class RankCall:
         self.config = config
         self.counting = None if transport is None else CountingTransport(transport)
         cp_size, rank = (1, 0) if transport is None else (transport.size, transport.rank)
-        self.plan = make_plan(case.doc_lens, cp_size, queries=case.queries, block_size=BLOCK_SIZE)
+        self.plan = make_plan(
+            case.doc_lens, cp_size, queries=case.queries, block_size=BLOCK_SIZE, route=case.route
+        )
         layout = build_layout(self.plan, rank, num_stages=config.num_stages)
         self.rows = query_rows_of(self.plan, layout)
         self.context = SplitKVContext(
@@ -135,6 +146,7 @@ class RankCall:
         """What the plan says this rank sends, forward and backward."""
         shape = AttentionShape(
             num_heads_q=self.case.heads[0],
+            num_heads_kv=self.case.heads[1],
             head_dim_qk=self.case.head_dim,
             head_dim_v=self.case.head_dim,
             dtype=limits.DTYPE_NAMES[self.dout.dtype],
@@ -181,7 +193,7 @@ def _expected(case: AttentionCase, *tensors: Tensor) -> tuple[Tensor, Tensor, li
 def check_attention(
     device: torch.device, transport: Transport | None, config: SplitKVConfig
 ) -> list[Check]:
-    """Results and bytes of every case, in every dtype of the device.
+    """Results and bytes of every case on each route, in every dtype of the device.
 
     Args:
         device: where the tensors of this rank are.
@@ -191,15 +203,19 @@ def check_attention(
         Checks of this rank; all ranks make the same ones.
     """
     checks: list[Check] = []
-    bytes_seen = _BytesSeen()
+    bytes_seen = {route: _BytesSeen(route) for route in ROUTES}
     for dtype in dtypes_of(device):
-        worst = Worst(f"attention over the group, {str(dtype).removeprefix('torch.')}")
-        cases = attention_cases()
-        for case in cases:
-            _see_case(worst, RankCall(case, dtype, device, transport, config), bytes_seen)
-        checks += worst.checks(f"worst of {len(cases)} masks")
-    checks += bytes_seen.checks(1 if transport is None else transport.size)
-    checks += _check_reach(device, transport, config)
+        for route in ROUTES:
+            name = str(dtype).removeprefix("torch.")
+            worst = Worst(f"attention over the group, {name}, {route} travel")
+            cases = [case for case in attention_cases() if case.route == route]
+            for case in cases:
+                call = RankCall(case, dtype, device, transport, config)
+                _see_case(worst, call, bytes_seen[route])
+            checks += worst.checks(f"worst of {len(cases)} masks")
+    for seen in bytes_seen.values():
+        checks += seen.checks(1 if transport is None else transport.size)
+    checks += [_check_reach(device, transport, config, route) for route in ROUTES]
     checks += _check_plans(device, transport)
     return checks
 
@@ -221,9 +237,10 @@ def _see_case(worst: Worst, call: RankCall, bytes_seen: "_BytesSeen") -> None:
 
 
 class _BytesSeen:
-    """Bytes that this rank sent beside those that the plans predicted."""
+    """Bytes that this rank sent on a route beside those that the plans predicted."""
 
-    def __init__(self) -> None:
+    def __init__(self, route: str) -> None:
+        self.route = route
         self._sent = [0, 0]
         self._largest = [(0.0, ""), (0.0, "")]
 
@@ -242,18 +259,19 @@ class _BytesSeen:
         ):
             due = 1 if cp_size > 1 else 0
             yield Check(
-                section=section, name=f"bytes sent, {way}", value=sent, limit=due, bound="at least",
+                section=section, name=f"bytes sent, {way}, {self.route}", value=sent, limit=due,
+                bound="at least",
                 note="of the rank that sent least" if cp_size > 1 else "one rank sends nothing",
             )  # fmt: skip
             yield Check(
-                section=section, name=f"sent / predicted - 1, {way}", value=share,
+                section=section, name=f"sent / predicted - 1, {way}, {self.route}", value=share,
                 limit=limits.BYTES, note="" if share <= limits.BYTES else note,
             )  # fmt: skip
 
 
 def _check_reach(
-    device: torch.device, transport: Transport | None, config: SplitKVConfig
-) -> list[Check]:
+    device: torch.device, transport: Transport | None, config: SplitKVConfig, route: str
+) -> Check:
     """Every row must see the keys of every rank: values that name the rank they lie on.
 
     `v` is one-hot in the rank of its key, so element j of an output is the weight of rank j's keys.
@@ -261,7 +279,9 @@ def _check_reach(
     """
     cp_size, rank = (1, 0) if transport is None else (transport.size, transport.rank)
     dim = next(size for size in (64, 128, 256, 512) if size >= min(cp_size, 512))
-    plan = make_plan([cp_size * BLOCK_SIZE], cp_size, queries=Full(), block_size=BLOCK_SIZE)
+    plan = make_plan(
+        [cp_size * BLOCK_SIZE], cp_size, queries=Full(), block_size=BLOCK_SIZE, route=route
+    )
     layout = build_layout(plan, rank, num_stages=config.num_stages).to(device)
     context = SplitKVContext(layout=layout, transport=transport, config=config)
     dtype = dtypes_of(device)[0]
@@ -271,16 +291,14 @@ def _check_reach(
     v[:, :, rank % dim] = 1.0
     out, _ = splitkv_attention(q, k, v, context)
     weights = out[:, 0, : min(cp_size, dim)].float()
-    return [
-        Check(
-            section="communication",
-            name="least weight of a rank's keys, x ranks",
-            value=float(weights.min()) * min(cp_size, dim),
-            limit=0.99,
-            bound="at least",
-            note="1: rows see all ranks alike; 0: attention stays on its rank",
-        )
-    ]
+    return Check(
+        section="communication",
+        name=f"least weight of a rank's keys, x ranks, {route}",
+        value=float(weights.min()) * min(cp_size, dim),
+        limit=0.99,
+        bound="at least",
+        note="1: rows see all ranks alike; 0: attention stays on its rank",
+    )
 
 
 def _check_plans(device: torch.device, transport: Transport | None) -> list[Check]:

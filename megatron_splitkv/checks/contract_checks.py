@@ -20,23 +20,23 @@ NUM_RUNS = 3
 def check_contract(
     device: torch.device, transport: Transport | None, config: SplitKVConfig
 ) -> list[Check]:
-    """Error beside that of one rank in each 16-bit dtype, and bits of repeated runs.
+    """Error beside that of one rank in each 16-bit dtype, and bits of repeated runs, by each route.
 
     Args:
         device: where the tensors of this rank are.
         transport: the context-parallel group; None for one rank.
         config: settings, as a run would have them.
     """
-    case = next(case for case in attention_cases() if case.name == "one document, causal")
+    cases = [case for case in attention_cases() if case.name.startswith("one document, causal")]
     checks: list[Check] = []
     for dtype in dtypes_of(device):
         # A wire that is coarser than the result is a choice, and its error no surprise.
         formats = (limits.DTYPE_NAMES[dtype], "fp32", "fp16")
         is_fine = config.resolved_partial_dtype(formats[0]) in formats
         if transport is not None and dtype.itemsize == 2 and is_fine:
-            checks += _check_growth(case, dtype, device, transport, config)
-    checks.append(_check_repeats(case, device, transport, config))
-    return checks
+            for case in cases:
+                checks += _check_growth(case, dtype, device, transport, config)
+    return [*checks, *(_check_repeats(case, device, transport, config) for case in cases)]
 
 
 def _check_growth(
@@ -46,24 +46,25 @@ def _check_growth(
     transport: Transport,
     config: SplitKVConfig,
 ) -> list[Check]:
-    """This rank's rows in the group and alone: errors of out and dq, one over the other."""
+    """Errors of what travels in parts, in the group over alone: out and dq, or dk and dv."""
     call = RankCall(case, dtype, device, transport, config)
     alone = RankCall(case, dtype, device, None, config)
-    rows = call.rows
-    due_out, _, (due_dq, *_) = call.expected
-    out, _, (dq, *_) = call.run()
-    alone_out, _, (alone_dq, *_) = alone.run()
+    rows = call.rows  # of queries and of keys alike: each token is both
+    due, got, one_rank = (
+        dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
+        for out, _, gradients in (call.expected, call.run(), alone.run())
+    )
     name = limits.DTYPE_NAMES[dtype]
     partial_dtype = config.resolved_partial_dtype(name)
     return [
         Check(
             section="numerics contract", name=f"error of {what} in {name} / that of one rank",
-            value=_norm_of_error(got, due[rows]) / _norm_of_error(one_rank.cpu()[rows], due[rows]),
-            limit=limits.GROWTH[partial_dtype], note=f"partials in {partial_dtype}",
+            value=_norm_of_error(got[what], due[what][rows])
+            / _norm_of_error(one_rank[what].cpu()[rows], due[what][rows]),
+            limit=limits.GROWTH[partial_dtype],
+            note=f"{case.route} travel, partials in {partial_dtype}",
         )
-        for what, got, one_rank, due in (
-            ("out", out, alone_out, due_out), ("dq", dq, alone_dq, due_dq),
-        )
+        for what in (("dk", "dv") if case.route == "keys" else ("out", "dq"))
     ]  # fmt: skip
 
 
@@ -85,7 +86,8 @@ def _check_repeats(
         for other in others:
             num_different += int((first != other).sum())
     return Check(
-        section="numerics contract", name="numbers that differ between runs", value=num_different,
+        section="numerics contract",
+        name=f"numbers that differ between runs, {case.route} travel", value=num_different,
         limit=0, note=f"{NUM_RUNS} runs, out, lse and gradients, deterministic algorithms",
     )  # fmt: skip
 

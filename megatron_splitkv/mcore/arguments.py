@@ -14,6 +14,7 @@ import torch
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.errors import UnsupportedError
 from megatron_splitkv.mcore.argument_refusals import OTHER_IMPL, refuse_unsupported_args
+from megatron_splitkv.mcore.model_arguments import ROUTE_CHOICES, route_from_args
 from megatron_splitkv.mcore.timing import timing_from_args
 
 IMPLEMENTATIONS = ("megatron", "splitkv")
@@ -68,8 +69,8 @@ def add_splitkv_args(parser: ArgumentParser) -> ArgumentParser:
         "--context-parallel-impl",
         default=IMPLEMENTATIONS[0],
         metavar="{" + ",".join(IMPLEMENTATIONS) + "}",
-        help="who does context parallelism: megatron leaves Megatron untouched; splitkv keeps keys "
-        "and values on their ranks and sends queries (default: megatron)",
+        help="who does context parallelism: megatron leaves Megatron untouched; splitkv gives "
+        "ranks equal work and sends queries or keys, see --splitkv-route (default: megatron)",
     )
     group.add_argument(
         "--splitkv-block-size",
@@ -84,9 +85,9 @@ def add_splitkv_args(parser: ArgumentParser) -> ArgumentParser:
         type=int,
         default=defaults.num_stages,
         metavar="N",
-        help="most exchanges that the other ranks' queries are cut into: 1 is everything at once, "
-        "8 takes less memory and overlaps more (default: as many that each brings about half the "
-        "rows of a rank, or 8192)",
+        help="most exchanges that the other ranks' queries, or the KV heads, are cut into: 1 is "
+        "everything at once, 8 takes less memory and overlaps more (default: as many that each "
+        "brings about half the rows of a rank, or 8192; at most 2 groups of KV heads)",
     )
     _add_exchange_args(group, defaults)
     _add_balance_args(group, defaults)
@@ -96,10 +97,18 @@ def add_splitkv_args(parser: ArgumentParser) -> ArgumentParser:
 def _add_exchange_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
     """What travels, what is kept of it, and how ranks agree."""
     group.add_argument(
+        "--splitkv-route",
+        default=ROUTE_CHOICES[0],
+        metavar="{" + ",".join(ROUTE_CHOICES) + "}",
+        help="what travels: queries to the keys, or keys and values to the queries, fewer bytes "
+        "where several query heads share a key; auto goes by heads, mask and ranks: with 32 heads "
+        "in 8 query groups keys travel among up to 16 ranks (default: %(default)s)",
+    )
+    group.add_argument(
         "--splitkv-partial-dtype",
         default=defaults.partial_dtype,
         metavar="{auto,fp32,bf16,fp16}",
-        help="what partial outputs and query gradients travel in; fp16 travels with a scale for "
+        help="what partial outputs and gradients travel in; fp16 travels with a scale for "
         "each row and head, at half the bytes of fp32 and nearly its error; auto is fp16 for "
         "bf16 models, else fp32 (default: %(default)s)",
     )
@@ -115,7 +124,7 @@ def _add_exchange_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
     group.add_argument(
         "--splitkv-keep-queries",
         action="store_true",
-        help="keep gathered queries for the backward pass: fewer bytes, more memory "
+        help="keep gathered queries or keys for the backward pass: fewer bytes, more memory "
         "(default: gather them again)",
     )
     group.add_argument(
@@ -173,11 +182,14 @@ def _add_balance_args(group: _ArgumentGroup, defaults: SplitKVConfig) -> None:
 def splitkv_config_from_args(args: Namespace) -> SplitKVConfig:
     """The configuration that the parsed arguments describe.
 
+    The route "auto" is resolved by the model's heads, its mask and the ranks.
+
     Raises:
-        ValueError: a value is out of range or unknown.
+        ValueError: a value is out of range or unknown, or a route that the mask has not.
     """
     return SplitKVConfig(
         block_size=args.splitkv_block_size,
+        route=route_from_args(args),
         num_stages=args.splitkv_stages,
         partial_dtype=args.splitkv_partial_dtype,
         transport=args.splitkv_transport,
@@ -223,7 +235,7 @@ def validate_splitkv_args(args: Namespace) -> list[str]:
     if is_packed(args):
         _check_packed(args)
     _check_loss(args)
-    return _switch_defaults(args)
+    return _switch_defaults(args, config)
 
 
 def check_stock_context_parallelism(args: Namespace) -> None:
@@ -343,7 +355,7 @@ def _share_devices(args: Namespace) -> list[str]:
     return [f"{num_ranks} ranks share {num_gpus} GPU(s): a way to test, not to train"]
 
 
-def _switch_defaults(args: Namespace) -> list[str]:
+def _switch_defaults(args: Namespace, config: SplitKVConfig) -> list[str]:
     notes = _share_devices(args)
     if args.create_attention_mask_in_dataloader and not is_packed(args):  # else Megatron does it
         args.create_attention_mask_in_dataloader = False
@@ -355,7 +367,7 @@ def _switch_defaults(args: Namespace) -> list[str]:
         words = (
             args.cp_comm_type if isinstance(args.cp_comm_type, str) else " ".join(args.cp_comm_type)
         )
-        notes.append(f"ignoring --cp-comm-type {words}: queries travel, whatever it says")
+        notes.append(f"ignoring --cp-comm-type {words}: {config.route} travel, whatever it says")
     backend = getattr(args.attention_backend, "name", args.attention_backend)
     if backend not in (None, "auto"):
         notes.append(f"ignoring --attention-backend {backend}: attention is Split-KV's own")

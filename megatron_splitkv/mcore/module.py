@@ -243,6 +243,7 @@ def attention_shape(q: Tensor, v: Tensor) -> AttentionShape:
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     return AttentionShape(
         num_heads_q=q.shape[1],
+        num_heads_kv=v.shape[1],
         head_dim_qk=q.shape[2],
         head_dim_v=v.shape[2],
         dtype=names[q.dtype],

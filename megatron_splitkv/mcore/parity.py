@@ -6,7 +6,7 @@ each document runs alone. Weights, tokens and labels are the same on every rank 
 
 from collections.abc import Generator, Hashable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -69,14 +69,14 @@ class Difference:
 def check_models(
     transport: Transport | None, device: torch.device, config: SplitKVConfig
 ) -> list[Check]:
-    """Compares the model at `cp_size` with one rank, for one document and for packed ones.
+    """Compares the model at `cp_size` with one rank: one document, and packed ones by each route.
 
     Every rank of the world calls it. Without a GPU, CPU mode is in force meanwhile.
 
     Args:
         transport: the context-parallel group, consecutive ranks of the world; None for one rank.
         device: of this rank; bf16 on a GPU, fp32 on the CPU.
-        config: settings of Split-KV.
+        config: settings of Split-KV; both routes are tried, whichever it names.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cp_size = 1 if transport is None else transport.size
@@ -84,9 +84,14 @@ def check_models(
         length = cp_size * max(8, min(MAX_TOKENS_PER_RANK, 512 // cp_size))
         packed = _pack_lens(length)
         checks: list[Check] = []
-        for name, lens in (("one document", [length]), ("packed documents", packed)):
+        for name, lens, route in (
+            ("one document", [length], "queries"),
+            ("packed documents", packed, "queries"),
+            ("packed documents, keys travel", packed, "keys"),
+        ):
             section = f"GPT in {str(dtype).removeprefix('torch.')}, cp {cp_size}, {name}"
-            trial = _Trial((whole, alone), transport, lens, device, dtype, config)
+            settings = replace(config, route=route)
+            trial = _Trial((whole, alone), transport, lens, device, dtype, settings)
             checks += trial.checks(section)
     return checks
 
@@ -234,7 +239,7 @@ class _Trial:
             else self.book.unpacked(self.doc_lens[0], 1, group, self.device)
         )
         shape = AttentionShape(
-            num_heads_q=HEADS, head_dim_qk=HEAD_DIM, head_dim_v=HEAD_DIM,
+            num_heads_q=HEADS, num_heads_kv=KV_HEADS, head_dim_qk=HEAD_DIM, head_dim_v=HEAD_DIM,
             dtype=limits.DTYPE_NAMES[self.dtype],
         )  # fmt: skip
         report = report_plan(plan, shape, self.book.config)

@@ -25,7 +25,7 @@ from megatron_splitkv.comm import (
 )
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.layout import build_layout
-from megatron_splitkv.plan import Causal, Plan, PlanCache, Planner, Queries, Timing
+from megatron_splitkv.plan import Causal, Plan, PlanCache, Planner, Queries, Timing, check_route
 
 MAX_PLAN_BYTES = 16 << 20  # packed plans also live by their tensor
 
@@ -38,6 +38,8 @@ class PlanBook:
         queries: the mask that placement balances; a model that mixes window and full layers
             balances the full ones.
         timing: where it is given, each plan takes the tolerance of the least predicted time.
+    Raises:
+        ValueError: the mask has not the route of the config.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class PlanBook:
         self.config = config or SplitKVConfig()
         self.queries = queries or Causal()
         self.timing = timing
+        check_route(self.config.route, self.queries)
         self._plans = PlanCache(MAX_PLAN_BYTES)
         self._by_tensor: MutableMapping[Tensor, _TensorPlans] = WeakIdKeyDictionary()
         # Index tensors on the device: they go with the last user of their plan.
@@ -74,14 +77,19 @@ class PlanBook:
         than this book's are found where ranks compare their plans (`check_plan`).
 
         Raises:
-            ValueError: the plan has another mask or block size than this book's, or knows pads
-                apart from documents.
+            ValueError: the plan has another mask, route or block size than this book's, or knows
+                pads apart from documents.
         """
         way_out = "make it with PlanBook.planner"
         if plan.queries != self.queries:
             raise ValueError(
                 f"a plan of {plan.queries} is not of this run, which places {self.queries}; "
                 f"{way_out}"
+            )
+        if plan.route != self.config.route:
+            raise ValueError(
+                f"a plan with route={plan.route!r} is not of this run, which has "
+                f"route={self.config.route!r}; {way_out}"
             )
         if self.config.block_size not in (None, plan.block_size):
             raise ValueError(

@@ -4,11 +4,12 @@ from argparse import Namespace
 
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.mcore.arguments import splitkv_config_from_args
+from megatron_splitkv.mcore.model_arguments import placement_queries
 from megatron_splitkv.mcore.module import SplitKVAttention
 from megatron_splitkv.mcore.plans import PlanBook
 from megatron_splitkv.mcore.timing import timing_from_args
-from megatron_splitkv.plan import Causal, Plan, Queries, Window, plan_exchange
-from megatron_splitkv.plan.report import AttentionShape, report_plan
+from megatron_splitkv.plan import Plan
+from megatron_splitkv.plan.report import AttentionShape, count_traffic, report_plan
 
 
 class Session:
@@ -29,7 +30,7 @@ class Session:
             num_hooks: replacements in force, for the start-up line.
         """
         self._book = PlanBook(
-            splitkv_config_from_args(args), _placement_queries(args), timing_from_args(args)
+            splitkv_config_from_args(args), placement_queries(args), timing_from_args(args)
         )
         self._attention = SplitKVAttention.with_book(self._book, self._on_call)
         self._num_hooks = num_hooks
@@ -80,12 +81,13 @@ def startup_line(
         transport: what rows travel by, as it was chosen.
         num_hooks: replacements in force.
     Returns:
-        One line; bytes are those of one layer, summed over the context-parallel group.
+        One line; stages are exchanges of one direction, bytes those of one layer, summed over the
+        context-parallel group.
     """
     report = report_plan(plan, shape, config)
     return (
         f"splitkv: impl=splitkv cp={plan.cp_size} block_size={plan.block_size} "
-        f"stages={plan_exchange(plan).num_exchanges(config.num_stages)} "
+        f"route={plan.route} stages={count_traffic(plan, shape, config).num_exchanges} "
         f"partial_dtype={config.resolved_partial_dtype(shape.dtype)} transport={transport} "
         f"imbalance={report.cost_max_over_mean - 1:.1%} "
         f"hooks={num_hooks} bytes/layer fwd={_megabytes(report.bytes_forward)} "
@@ -96,9 +98,3 @@ def startup_line(
 
 def _megabytes(by_rank: tuple[int, ...]) -> str:
     return f"{sum(by_rank) / 1e6:.2f}MB"
-
-
-def _placement_queries(args: Namespace) -> Queries:
-    """The mask that placement balances: the window if every layer has it, else causal."""
-    window, skip = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
-    return Window(window[0] + 1) if window and skip is None else Causal()
