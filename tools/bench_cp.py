@@ -49,7 +49,7 @@ from megatron_splitkv.checks.processes import (
     join_world,
 )
 from megatron_splitkv.comm import Transport
-from megatron_splitkv.config import PARTIAL_DTYPES, TRANSPORTS, SplitKVConfig
+from megatron_splitkv.config import PARTIAL_DTYPES, ROUTES, TRANSPORTS, SplitKVConfig
 from megatron_splitkv.plan import Causal, Suffix
 
 # Two H200 of one host, NCCL 2.28.9: 175 to 305 GB/s all_to_all at 64 to 1024 MiB, 197 to 266
@@ -98,6 +98,9 @@ def build_parser() -> argparse.ArgumentParser:
         "dk and dv of the others (default: %(default)s)")  # fmt: skip
     add("--stages", type=positive_int, nargs="+", default=[None], metavar="N",
         help="of split-kv; several are compared (default: chosen by rows)")  # fmt: skip
+    add("--route", choices=("auto", *ROUTES), nargs="+", default=["auto"],
+        help="of split-kv: what travels; several are compared (default: %(default)s, as Megatron's "
+        "runs choose by their heads)")  # fmt: skip
     add("--transport", choices=TRANSPORTS, nargs="+", default=["auto"],
         help="real: what moves the rows of our methods; several are compared "
         "(default: %(default)s)")  # fmt: skip
@@ -184,8 +187,8 @@ def run(args: argparse.Namespace, world: World | None, device: torch.device) -> 
 def kinds_of(
     args: argparse.Namespace, transports: Mapping[str, Transport | None]
 ) -> list[type[Method]]:
-    """The methods, each of ours once for every transport, split-kv also for every bound of stages;
-    what there is one of is not in their names.
+    """The methods, each of ours once for every transport, split-kv also for every bound of stages
+    and every route; what there is one of is not in their names.
     """
     kinds: list[type[Method]] = []
     for method in args.methods:
@@ -193,12 +196,18 @@ def kinds_of(
         if not kind.is_ours:
             kinds.append(kind)
             continue
-        all_stages = args.stages if kind is SplitKV else args.stages[:1]
+        is_product = issubclass(kind, SplitKV)
+        all_stages = args.stages if is_product else args.stages[:1]
+        routes = args.route if is_product else args.route[:1]
         for name, transport in transports.items():
             for stages in all_stages:
-                words = [name] if len(transports) > 1 else []
-                words += [str(stages)] if len(all_stages) > 1 else []
-                kinds.append(variant(kind, words, transport, stages) if words else kind)
+                for route in routes:
+                    words = [name] if len(transports) > 1 else []
+                    words += [str(stages)] if len(all_stages) > 1 else []
+                    words += [route] if len(routes) > 1 else []
+                    is_plain = not words and route == "auto"
+                    chosen = kind if is_plain else variant(kind, words, transport, stages, route)
+                    kinds.append(chosen)
     return kinds
 
 

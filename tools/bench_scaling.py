@@ -12,10 +12,11 @@ that one, and projected to 1024 ranks on nodes of 8. A pair of nodes is not meas
 what --network-gbs says.
 
 A run keeps to --budget-s: what matters most comes first, and a workload starts if the time left
-allows it, by what those before took. First comes weak scaling with the first of --tokens, ours and
-then each other method; then strong scaling; then the other sizes. The report names what did not
-run. The files are written anew after each workload, so that a run that is ended leaves what it had.
-Start it with python; it starts the ranks itself.
+allows it, by what those before took. First comes Split-KV on all kinds with the first of --tokens,
+in every group; one GPU runs its other workloads before it ends, if the time allows all that. Then
+come the other methods there; then strong scaling; then the other sizes. A group starts again while
+something fits. The report names what did not run. The files are written anew after each workload,
+so that a run that is ended leaves what it had. Start it with python; it starts the ranks itself.
 
 examples:
   python tools/bench_scaling.py --json scaling.json --markdown scaling.md --plot scaling.png
@@ -31,8 +32,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,16 +47,17 @@ from device_info import describe_device, in_words
 from scaling_cases import (
     ASSUMED_TFLOPS,
     END_S,
+    LEAST,
     OURS,
-    START_S,
     Case,
     Pace,
     all_cases,
     choose,
     left_out,
+    still_to_run,
     weak_workload,
 )
-from scaling_fit import NODE_RANKS, Checked, Projected, fit, measured_of, project
+from scaling_fit import NODE_RANKS, Fit, Projected, fit, measured_of, project
 from scaling_report import Report, Row, markdown, plot, rows_of
 from scaling_worker import Job, write_whole
 
@@ -138,41 +140,39 @@ def group_sizes(device: torch.device) -> list[int]:
     return [1 << power for power in range(limit.bit_length())]
 
 
-def by_size(cases: Sequence[Case]) -> dict[int, list[Case]]:
-    """The cases of each group, small groups first."""
-    sizes = sorted({case.cp_size for case in cases})
-    return {size: [case for case in cases if case.cp_size == size] for size in sizes}
-
-
 def measure(
     args: argparse.Namespace, cases: Sequence[Case], pace: Pace, keep: Callable[[list[Line]], None]
 ) -> list[Line]:
-    """Starts the ranks of each group in turn; groups to come keep the time of what matters more.
+    """Starts the ranks of one group after another, each as often as something fits.
 
     Args:
         keep: given the lines so far, again and again.
     """
     lines: list[Line] = []
-    for cp_size, mine in by_size(cases).items():
-        left_s = START + args.budget_s - REPORT_S - time.time()
-        to_come = [case for case in cases if case.cp_size > cp_size]
-        chosen, seconds = choose([*mine, *to_come], left_s, pace)
-        later = [s for case, s in zip(chosen, seconds, strict=True) if case.cp_size > cp_size]
-        if len(later) == len(chosen):
-            continue
-        mine_s = left_s - sum(later)
+    given_up: set[int] = set()
+    deadline = START + args.budget_s - REPORT_S
+    while True:
+        pending = [x for x in still_to_run(cases, lines) if x.cp_size not in given_up]
+        left_s = deadline - time.time()
+        chosen, _ = choose(pending, left_s, pace)
+        if not chosen:
+            return lines
+        cp_size = chosen[0].cp_size
         job = Job(
             device=args.device,
             transport=args.transport,
             rounds=args.rounds,
             start=START,
-            deadline=time.time() + mine_s - END_S,
+            deadline=deadline - END_S,
             pace=pace,
-            cases=mine,
+            cases=pending,
         )
-        timeout_s = min(mine_s + START_S, left_s)
-        lines, pace = run_job(job, cp_size, timeout_s, lines, keep)
-    return lines
+        least = [x for x in pending if x.level == LEAST and x.cp_size != cp_size]
+        timeout_s = left_s - sum(choose(least, left_s, pace)[1])
+        found, pace, code = run_job(job, cp_size, timeout_s, lines, keep)
+        if code != 0 or len(found) == len(lines):
+            given_up.add(cp_size)
+        lines = found
 
 
 def run_job(
@@ -181,14 +181,14 @@ def run_job(
     timeout_s: float,
     before: Sequence[Line],
     keep: Callable[[list[Line]], None],
-) -> tuple[list[Line], Pace]:
+) -> tuple[list[Line], Pace, int]:
     """Runs one group to its end, or until it has to be ended.
 
     Args:
         before: lines of other groups.
         keep: given these and what is done so far.
     Returns:
-        All these lines, and the pace to go on with.
+        All these lines, the pace to go on with, and the exit code.
     """
     lines, pace, text = list(before), job.pace, ""
     with tempfile.TemporaryDirectory() as folder:
@@ -201,7 +201,7 @@ def run_job(
             if found != text:
                 text = found
                 mine, pace = read_done(text)
-                lines = [*before, *mine]
+                lines = newest([*before, *mine])
                 keep(lines)
 
         arguments = [str(job_file), str(output)]
@@ -209,7 +209,17 @@ def run_job(
         watch()
     if code != 0:
         say(f"the ranks of cp {cp_size} failed with {code}")
-    return lines, pace
+    return lines, pace, code
+
+
+def newest(lines: Iterable[Line]) -> list[Line]:
+    """One line of each method on a workload, the last of those that have a time."""
+    found: dict[tuple[str, int, str], Line] = {}
+    for line in lines:
+        key = (line.workload, line.cp_size, line.method)
+        if line.step_ms is not None or key not in found:
+            found[key] = line
+    return list(found.values())
 
 
 def read_done(text: str) -> tuple[list[Line], Pace]:
@@ -224,13 +234,13 @@ def read_done(text: str) -> tuple[list[Line], Pace]:
 
 def predict(
     args: argparse.Namespace, rows: Sequence[Row], device: torch.device
-) -> tuple[dict[str, Calibration], list[Checked], list[Projected]]:
+) -> tuple[Fit, list[Projected]]:
     """Fits the terms to the smaller groups, checks them, and goes to more ranks."""
     is_cuda = device.type == "cuda"
     dtype = "bf16" if is_cuda else "fp32"
     ours = [row for row in rows if row.line.method == OURS and row.line.step_ms is not None]
     if not any(row.line.cp_size == 1 for row in ours):
-        return {}, [], []
+        return Fit(missing="a step of ours on one rank"), []
     first = Calibration(
         device=torch.cuda.get_device_name(device) if is_cuda else "CPU",
         dtype=dtype, head_dim=128, num_heads_q=32, num_heads_kv=8, pair_ns=1.0, row_ns=0.0,
@@ -243,17 +253,19 @@ def predict(
         )
         for row in ours
     ]
-    calibrations, checked = fit(measured, first)
+    found = fit(measured, first)
     projected: list[Projected] = []
-    for kind, calibration in calibrations.items():
+    for kind, calibration in found.calibrations.items():
         alone = [x for x in measured if x.kind == kind and x.cp_size == 1]
         if not alone:
+            missing = filter(None, (found.missing, f"a step of {kind} on one rank"))
+            found = replace(found, missing="; ".join(missing))
             continue
         ideal = max(int(one.load.pairs[0]) / one.step_us for one in alone)
         for tokens in sorted(args.tokens):
             workload = weak_workload(kind, tokens * NODE_RANKS, args.rows)
             projected += project(kind, workload, calibration, args.network_gbs, ideal)
-    return calibrations, checked, projected
+    return found, projected
 
 
 def say(text: str) -> None:
@@ -293,13 +305,13 @@ def run(args: argparse.Namespace) -> str:
         say(f"not run within --budget-s {args.budget_s:g}: {name}")
     say("fitting and projecting")
     rows = rows_of(lines, weak)
-    calibrations, checked, projected = predict(args, rows, device)
+    found, projected = predict(args, rows, device)
     report = Report(
-        rows=rows, dropped=dropped, calibrations=calibrations, checked=checked, projected=projected,
+        rows=rows, dropped=dropped, fit=found, projected=projected,
         network_gb_per_s=args.network_gbs,
     )  # fmt: skip
     text = write_files(args, about, report)
-    if args.plot and projected:
+    if args.plot:
         plot(rows, projected, args.plot)
     say("done")
     return text
@@ -321,12 +333,12 @@ def write_files(args: argparse.Namespace, about: dict[str, str], report: Report)
                  "planned_imbalance": row.planned_imbalance}
                 for row in report.rows
             ],
-            "calibrations": {kind: asdict(x) for kind, x in report.calibrations.items()},
+            "calibrations": {kind: asdict(x) for kind, x in report.fit.calibrations.items()},
             "checked": [
                 {"workload": one.measured.name, "cp_size": one.measured.cp_size,
                  "measured_us": one.measured.step_us, "predicted_us": one.predicted_us,
                  "error": one.error, "is_fitted": one.is_fitted}
-                for one in report.checked
+                for one in report.fit.checked
             ],
             "projected": [asdict(one) for one in report.projected],
         }  # fmt: skip

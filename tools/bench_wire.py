@@ -76,8 +76,8 @@ def run_ranks(
     inputs: list[Tensor], queries: SelfQueries, cp_size: int, partial_dtype: str, device: str
 ) -> tuple[Tensor, Tensor]:
     """out and dq of all rows, from `cp_size` ranks that exchange partials in a format."""
-    plan = make_plan([len(inputs[0])], cp_size, queries=queries)
     config = SplitKVConfig(partial_dtype=partial_dtype, num_stages=max(1, cp_size - 1))
+    plan = make_plan([len(inputs[0])], cp_size, queries=queries, route=config.route)
 
     def body(transport: ThreadTransport) -> tuple[Tensor, Tensor]:
         layout = build_layout(plan, transport.rank, num_stages=config.num_stages)
@@ -151,11 +151,13 @@ def timed_passes(head_dim: int) -> Iterator[Pass]:
     slots = torch.arange(TIMED_PARTS * TIMED_ROWS, device="cuda", dtype=torch.int32)
     slots = slots.view(TIMED_PARTS, TIMED_ROWS).T.flatten()
     for name in FORMATS:
-        wire = PartialFormat(partial_dtype=name, num_heads=TIMED_HEADS, dim=head_dim, has_lse=True)
+        wire = PartialFormat(
+            partial_dtype=name, num_heads=TIMED_HEADS, dims=(head_dim,), has_lse=True
+        )
         values, size = out.to(wire.compute_dtype), DTYPES[name].itemsize
-        yield Pass(f"encode {name}", values.itemsize + size, partial(wire.pack, values, lse))
-        packed = wire.pack(values, lse).repeat(TIMED_PARTS, 1)  # alive as long as its passes
-        part = wire.unpack(packed)
+        yield Pass(f"encode {name}", values.itemsize + size, partial(wire.pack, [values], lse))
+        packed = wire.pack([values], lse).repeat(TIMED_PARTS, 1)  # alive as long as its passes
+        (part,) = wire.unpack(packed)
         assert part.lse is not None
         moved, csr = TIMED_PARTS * size + 8, (ptr, slots, part.scale)
         merge = partial(run_merge, out.clone(), lse.clone(), part.values, part.lse, *csr)

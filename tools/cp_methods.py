@@ -113,22 +113,29 @@ class Method(ABC):
 
 
 class SplitKV(Method):
-    """The product: keys stay, queries travel."""
+    """The product. `route` is what travels: "queries", "keys", or "auto", what Megatron's runs
+    take by their heads.
+    """
 
     name = "split-kv"
+    route = "auto"
     num_stages: int | None = None  # else as configured
 
     def place(self) -> None:
+        is_auto = self.route == "auto"
         self.plan = make_plan(
             self.workload.doc_lens,
             self.cp_size,
             queries=self.workload.queries,
             block_size=self.config.block_size,
+            route=self.workload.route(self.cp_size) if is_auto else self.route,
             tolerance=self.config.balance_tolerance,
         )
-        num_stages = self.num_stages or self.config.num_stages
+        if self.num_stages is not None:
+            self.config = replace(self.config, num_stages=self.num_stages)
         self.layouts = [
-            build_layout(self.plan, rank, num_stages=num_stages) for rank in range(self.cp_size)
+            build_layout(self.plan, rank, num_stages=self.config.num_stages)
+            for rank in range(self.cp_size)
         ]
         self.tokens = [layout.kv_index.numpy() for layout in self.layouts]
         self.rows = self.tokens
@@ -144,16 +151,21 @@ class SplitKV(Method):
 
 
 def variant(
-    kind: type[Method], words: Sequence[str], transport: Transport | None, num_stages: int | None
+    kind: type[Method],
+    words: Sequence[str],
+    transport: Transport | None,
+    num_stages: int | None,
+    route: str,
 ) -> type[Method]:
     """The same method, set apart by words in its name.
 
     Args:
         transport: as `Method.transport`.
-        num_stages: of split-kv.
+        num_stages, route: of split-kv.
     """
     fields = {
-        "name": " ".join([kind.name, *words]), "transport": transport, "num_stages": num_stages
+        "name": " ".join([kind.name, *words]), "transport": transport, "num_stages": num_stages,
+        "route": route,
     }  # fmt: skip
     return type(kind.__name__, (kind,), fields)
 

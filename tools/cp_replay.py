@@ -30,8 +30,8 @@ KERNELS = "kernel"  # partial attention and its backward
 OTHERS = "other"  # merging, packing, converting: all else that runs
 MADE_UP = "made up"  # rows of other ranks, which no real rank would make
 _KERNEL_NAMES = (
-    f"{OP_NAMESPACE}::partial_attention",
-    f"{OP_NAMESPACE}::partial_attention_backward",
+    f"{OP_NAMESPACE}::partial_attention_",
+    f"{OP_NAMESPACE}::partial_attention_backward_",
 )
 PAUSE_SHARE = 1.3  # of the time that the host took to queue the same work before
 S_PER_CALL = 80e-6  # of the host, for one torch call that is written down

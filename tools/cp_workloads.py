@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_splitkv.plan import Causal, Plan, Queries, Suffix, make_plan
+from megatron_splitkv.plan import Causal, Plan, Queries, Suffix, choose_route, make_plan
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -42,6 +42,17 @@ class Workload:
     def whole(self) -> Plan:
         """Everything on one rank."""
         return make_plan(self.doc_lens, 1, queries=self.queries)
+
+    def route(self, cp_size: int) -> str:
+        """What travels where nobody says, as in Megatron's runs."""
+        return choose_route(
+            cp_size=cp_size,
+            num_heads_q=self.heads[0],
+            num_heads_kv=self.heads[1],
+            head_dim_qk=self.head_dim,
+            head_dim_v=self.head_dim,
+            queries=self.queries,
+        )
 
     def flop(self) -> tuple[float, float]:
         """Of forward and backward, counting visible pairs: 2 products, and 5."""

@@ -1,7 +1,8 @@
 """Other ways to place a pack on ranks, to compare a plan with. Written from their descriptions.
 
 Each baseline returns the rank of every block of a pack; blocks are `[n, 3]`: document, begin, end.
-Queries live where their keys do. All are judged by what split-KV pays: visible pairs by key.
+Queries live where their keys do. All are judged by what split-KV pays: visible pairs by key, or by
+query row where keys travel.
 """
 
 import heapq
@@ -12,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 import megatron_splitkv._planner as _planner
-from megatron_splitkv.plan import Plan, Queries, is_self_attention, plan_exchange
+from megatron_splitkv.plan import (
+    Plan,
+    Queries,
+    is_self_attention,
+    plan_exchange,
+    plan_key_exchange,
+)
+from megatron_splitkv.plan.mirror import mirrored_runs
 from megatron_splitkv.plan.queries import build_model, rows_per_unit
 from megatron_splitkv.plan.report import max_over_mean
 
@@ -28,12 +36,14 @@ class Problem:
         cp_size: ranks.
         queries: the query spec.
         block_size: tokens of a block.
+        route: what travels, and so whose pairs count.
     """
 
     lens: tuple[int, ...]
     cp_size: int
     queries: Queries
     block_size: int
+    route: str = "queries"
 
     @property
     def model(self) -> _planner.QueryModel:
@@ -48,7 +58,7 @@ class Judged:
     Attributes:
         imbalance: max/mean - 1 of the visible pairs by rank.
         token_drift: likewise of the tokens.
-        rows: query rows that travel in one layer, over the rows that there are.
+        rows: query rows, or keys, that travel in one layer, over the rows that there are.
         num_runs: runs of consecutive keys over all ranks.
     """
 
@@ -60,7 +70,8 @@ class Judged:
 
 def judge(plan: Plan) -> Judged:
     """Figures of a plan, made by us or by a baseline."""
-    rows = plan_exchange(plan).travelling().sum() / max(1, plan.model().num_rows)
+    exchange = plan_key_exchange(plan) if plan.route == "keys" else plan_exchange(plan)
+    rows = exchange.travelling().sum() / max(1, plan.model().num_rows)
     return Judged(
         imbalance=max_over_mean(plan.costs) - 1.0,
         token_drift=max_over_mean(plan.tokens) - 1.0,
@@ -86,6 +97,9 @@ def plan_of_blocks(problem: Problem, blocks: Int64Array, ranks: Int64Array) -> P
         for rank in range(problem.cp_size)
     ]
     is_self = is_self_attention(problem.queries)
+    paid = joined
+    if problem.route == "keys":
+        paid = mirrored_runs(joined, np.asarray(problem.lens, dtype=np.int64))
     return Plan(
         cp_size=problem.cp_size,
         block_size=problem.block_size,
@@ -94,7 +108,8 @@ def plan_of_blocks(problem: Problem, blocks: Int64Array, ranks: Int64Array) -> P
         queries=problem.queries,
         runs=joined,
         query_rows=tuple(tokens.tolist()) if is_self else tuple(np.diff([0, *ends]).tolist()),
-        costs=tuple(_planner.rank_costs(model, joined, problem.cp_size)),
+        route=problem.route,
+        costs=tuple(_planner.rank_costs(model, paid, problem.cp_size)),
     )
 
 
@@ -131,6 +146,11 @@ def query_costs(problem: Problem, blocks: Int64Array) -> Int64Array:
     before = np.concatenate([[0], np.cumsum(intervals[:, 1] - intervals[:, 0])])
     start = np.concatenate([[0], np.cumsum(problem.lens, dtype=np.int64)])[blocks[:, 0]]
     return before[start + blocks[:, 2]] - before[start + blocks[:, 1]]
+
+
+def paid_costs(problem: Problem, blocks: Int64Array) -> Int64Array:
+    """Those that the route pays, `[n]`."""
+    return (query_costs if problem.route == "keys" else key_costs)(problem, blocks)
 
 
 def _fractions(num_tokens: int, parts: int) -> list[int]:
@@ -229,14 +249,14 @@ def equal_counts(problem: Problem) -> Plan:
     """The same with equally many blocks a rank: a min-heap as in MagiAttention's dispatcher."""
     blocks = equal_blocks(problem)
     most = -(-len(blocks) // problem.cp_size)
-    ranks = _least_loaded(key_costs(problem, blocks), problem.cp_size, most)
+    ranks = _least_loaded(paid_costs(problem, blocks), problem.cp_size, most)
     return plan_of_blocks(problem, blocks, ranks)
 
 
 def sort_and_deal(problem: Problem) -> Plan:
     """Blocks sorted by work and dealt back and forth, as PyTorch's PTRR load balancer does."""
     blocks = equal_blocks(problem)
-    order = np.lexsort((np.arange(len(blocks)), -key_costs(problem, blocks)))
+    order = np.lexsort((np.arange(len(blocks)), -paid_costs(problem, blocks)))
     turn = np.arange(len(blocks)) % (2 * problem.cp_size)
     ranks = np.empty(len(blocks), dtype=np.int64)
     ranks[order] = np.minimum(turn, 2 * problem.cp_size - 1 - turn)

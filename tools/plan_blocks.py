@@ -31,6 +31,8 @@ from plan_options import (
     packs_of,
     query_spec,
     refuse_idle_options,
+    route_of,
+    shape_of,
 )
 from plan_simulate import Step, simulate, table_of_steps
 from rich.console import Console
@@ -47,7 +49,6 @@ from megatron_splitkv.plan.predict import (
     read_calibration,
 )
 from megatron_splitkv.plan.report import (
-    AttentionShape,
     PlanReport,
     kv_ring_bytes,
     max_over_mean,
@@ -103,20 +104,15 @@ def plan_pack(args: argparse.Namespace, pack: Pack, calibration: Calibration | N
         ValueError: what the library refuses.
     """
     is_auto = args.tolerance == "auto"
+    shape, queries = shape_of(args), query_spec(args, pack)
     config = SplitKVConfig(
         block_size=args.block_size,
+        route=route_of(args, shape, queries),
         num_stages=args.stages,
         partial_dtype=args.partial_dtype,
         keep_queries=args.keep_queries,
         balance_tolerance=0.001 if is_auto else args.tolerance,
     )
-    shape = AttentionShape(
-        num_heads_q=args.heads[0],
-        head_dim_qk=args.head_dim,
-        head_dim_v=args.head_dim,
-        dtype=args.dtype,
-    )
-    queries = query_spec(args, pack)
     machine = machine_of(args, calibration.machine if calibration else None)
     predictions: dict[float, Prediction] = {}
     start = time.perf_counter()
@@ -140,6 +136,7 @@ def plan_pack(args: argparse.Namespace, pack: Pack, calibration: Calibration | N
             args.cp,
             queries=queries,
             block_size=config.block_size,
+            route=config.route,
             tolerance=tolerance,
             machine=machine,
         )
@@ -162,8 +159,9 @@ def problem_of(planned: Planned) -> Problem:
     """The pack of a plan, for the baselines."""
     plan = planned.plan
     return Problem(
-        lens=plan.doc_lens, cp_size=plan.cp_size, queries=plan.queries, block_size=plan.block_size
-    )
+        lens=plan.doc_lens, cp_size=plan.cp_size, queries=plan.queries, block_size=plan.block_size,
+        route=plan.route,
+    )  # fmt: skip
 
 
 def plan_all(
@@ -188,11 +186,14 @@ def comparison_table(planned: Planned) -> Table:
             name, f"{found.imbalance:.3%}", f"{found.token_drift:.3%}", f"{found.rows:.3f}",
             f"{found.num_runs:,}",
         )  # fmt: skip
-    table.caption = "rows sent: query rows that travel in a layer, for each query row of the pack"
+    table.caption = (
+        f"rows sent: rows of {planned.plan.route} that travel in a layer, for each query row of "
+        "the pack"
+    )
     return table
 
 
-def ring_line(report: PlanReport, ring: tuple[int, int], num_heads_kv: int) -> str:
+def ring_line(report: PlanReport, ring: tuple[int, int]) -> str:
     """One line: mean bytes of a rank, here and with a KV ring, and what the ring is taken to be."""
     cp_size, dtype = len(report.cost), report.shape.dtype
 
@@ -202,7 +203,8 @@ def ring_line(report: PlanReport, ring: tuple[int, int], num_heads_kv: int) -> s
     split_kv = megabytes(sum(report.bytes_forward), sum(report.bytes_backward))
     return (
         f"mean of a rank: Split-KV {split_kv}; KV ring or all-gather {megabytes(*ring)} "
-        f"({num_heads_kv} kv heads, dense: every rank gets all keys; k, v, dk, dv in {dtype})"
+        f"({report.shape.num_heads_kv} kv heads, dense: every rank gets all keys; k, v, dk, dv in "
+        f"{dtype})"
     )
 
 
@@ -238,15 +240,15 @@ def print_report(args: argparse.Namespace, shown: Planned, all_planned: list[Pla
     """Tables and lines for a reader."""
     console = Console(highlight=False)
     plan, report = shown.plan, shown.report
-    ring = kv_ring_bytes(plan, report.shape, num_heads_kv=args.heads[1])
+    ring = kv_ring_bytes(plan, report.shape)
     console.print(report.as_table())
-    console.print(ring_line(report, ring, args.heads[1]))
+    console.print(ring_line(report, ring))
     console.print(
         "imbalance: " + ", ".join(f"{name} {x:.3%}" for name, x in imbalances(shown).items())
     )
     console.print(
         f"{len(plan.doc_lens)} documents, {report.whole_documents} whole on one rank; "
-        f"block size {plan.block_size}; planned in {shown.planning_ms:.3f} ms; "
+        f"block size {plan.block_size}; route {plan.route}; planned in {shown.planning_ms:.3f} ms; "
         f"plan {plan.fingerprint}"
     )
     for line in prediction_lines(shown):
@@ -262,7 +264,7 @@ def json_of(
 ) -> dict[str, object]:
     """What `--json` prints."""
     plan, report = shown.plan, shown.report
-    ring = kv_ring_bytes(plan, report.shape, num_heads_kv=args.heads[1])
+    ring = kv_ring_bytes(plan, report.shape)
     figures: dict[str, object] = report.as_dict() | {
         "ring_bytes_forward": ring[0],
         "ring_bytes_backward": ring[1],

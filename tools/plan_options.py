@@ -8,10 +8,20 @@ from pathlib import Path
 import numpy as np
 from plan_inputs import DISTRIBUTIONS, Pack, draw_pack, packs_of_dataset, read_packs
 
-from megatron_splitkv.config import PARTIAL_DTYPES
-from megatron_splitkv.plan import Anchors, Causal, Full, Machine, Prefix, Queries, Suffix, Window
+from megatron_splitkv.config import PARTIAL_DTYPES, ROUTES
+from megatron_splitkv.plan import (
+    Anchors,
+    Causal,
+    Full,
+    Machine,
+    Prefix,
+    Queries,
+    Suffix,
+    Window,
+    choose_route,
+)
 from megatron_splitkv.plan.predict import Network
-from megatron_splitkv.plan.report import DTYPE_BYTES
+from megatron_splitkv.plan.report import DTYPE_BYTES, AttentionShape
 
 MAX_CP_SIZE = 4096  # rows are counted for each pair of ranks
 
@@ -170,9 +180,9 @@ def add_bytes_options(parser: argparse.ArgumentParser) -> None:
         default="32/8",
         metavar="Q/KV",
         help="query and kv heads of one rank (default: %(default)s). Query heads weigh in the "
-        "bytes of Split-KV, kv heads in those of a KV ring or all-gather, printed beside: dense, "
-        "every rank gets all keys and values, and backward sends them again with dK and dV, all "
-        "in --dtype",
+        "bytes where queries travel, kv heads where keys do and in those of a KV ring or "
+        "all-gather, printed beside: dense, every rank gets all keys and values, and backward "
+        "sends them again with dK and dV, all in --dtype",
     )
     add("--head-dim", type=int, default=128, metavar="N", help="(default: %(default)s)")
     add(
@@ -192,9 +202,21 @@ def add_bytes_options(parser: argparse.ArgumentParser) -> None:
         "--stages",
         type=int,
         metavar="N",
-        help="upper bound on the exchanges of a layer (default: chosen by rows)",
+        help="upper bound on the exchanges of a layer, or on the groups of KV heads (default: "
+        "chosen by rows, or at most 2 groups)",
     )
-    add("--keep-queries", action="store_true", help="queries travel once and are kept for backward")
+    add(
+        "--keep-queries",
+        action="store_true",
+        help="queries, or keys, travel once and are kept for backward",
+    )
+    add(
+        "--route",
+        choices=("auto", *ROUTES),
+        default="auto",
+        help="what travels: queries to the keys, or keys and values to the queries; auto goes by "
+        "--heads, mask and ranks, as in training (default: %(default)s)",
+    )
 
 
 # Which options say more about what: without it they would change nothing.
@@ -288,6 +310,35 @@ def _anchor_positions(text: str, pack: Pack) -> tuple[tuple[int, ...], ...]:
     if not isinstance(data, list) or not all(isinstance(entry, list) for entry in data):
         raise ValueError(f"{text}: must be one list of anchors for each document")
     return tuple(tuple(entry) for entry in data)
+
+
+def shape_of(args: argparse.Namespace) -> AttentionShape:
+    """Heads, dims and dtype of the options.
+
+    Raises:
+        ValueError: kv heads that do not divide the query heads, or a dim below 1.
+    """
+    return AttentionShape(
+        num_heads_q=args.heads[0],
+        num_heads_kv=args.heads[1],
+        head_dim_qk=args.head_dim,
+        head_dim_v=args.head_dim,
+        dtype=args.dtype,
+    )
+
+
+def route_of(args: argparse.Namespace, shape: AttentionShape, queries: Queries) -> str:
+    """The route of the options; auto is resolved."""
+    if args.route != "auto":
+        return args.route
+    return choose_route(
+        cp_size=args.cp,
+        num_heads_q=shape.num_heads_q,
+        num_heads_kv=shape.num_heads_kv,
+        head_dim_qk=shape.head_dim_qk,
+        head_dim_v=shape.head_dim_v,
+        queries=queries,
+    )
 
 
 def network_of(args: argparse.Namespace) -> Network | None:

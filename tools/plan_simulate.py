@@ -75,6 +75,7 @@ def simulate(
             cp_size,
             queries=queries,
             block_size=report.config.block_size,
+            route=plan.route,
             tolerance=tolerance,
             machine=replace(machine, rank_speeds=speeds),
         )

@@ -1,5 +1,6 @@
 """What `bench_scaling.py` runs: workloads by size of the group, and which of them fit the time."""
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,22 +13,21 @@ from megatron_splitkv.plan import Suffix
 
 KINDS = {"rows": "few query rows", "causal": "one causal document", "pile": "packed documents"}
 OURS = "split-kv"
+LEAST, ALONE = 0, 1  # levels: ours on each kind in every group; all else on one rank
 # What is taken for granted before anything is measured: TFLOP/s of a rank, and seconds, as on two
-# H200: to start and end the processes of a group; to import TransformerEngine there, and to have it
-# build its first plans for a method and a kind; to prepare a method on a workload.
+# H200: to start and end the processes of a group, and what its first workload takes longer; to
+# import TransformerEngine there, and to have a method of it build its first plans; to prepare a
+# method on a workload.
 ASSUMED_TFLOPS = {"cuda": 480.0, "cpu": 0.05}
-START_S, END_S = 6.0, 3.0
+START_S, END_S, WARM_UP_S = 6.5, 4.0, 2.0
 START_PEERS_S, FIRST_PLANS_S = 7.0, 4.5
 PREPARE_S = 0.6
-# Rounds' worth of time beyond warm-up and timed rounds: a look at the kernels, and a first round
-# that takes as long as three.
-MORE_ROUNDS = 3
-# What is taken for granted weighs as much as so many measured seconds. A first case takes longer
-# for reasons of its own; a step is like the next one.
+MORE_ROUNDS = 1  # beyond warm-up and timed ones: a look at the kernels
+# What is taken for granted weighs as much as so many measured seconds.
 PRIOR_FIXED_S, PRIOR_STEPS_S = 10.0, 2.0
 MARGIN = 1.25  # of every estimate, as a case that is started should end
 
-type Once = tuple[int, str, str]  # ranks, and what is paid once there: "start", or a kind and peer
+type Once = tuple[int, str]  # ranks, and what is paid once there: a step of the start, or a peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,11 @@ class Case:
     """One workload on a group of one size.
 
     Attributes:
-        level: how much it matters, 0 most.
+        level: how much it matters, `LEAST` most.
         kind: of `KINDS`.
         workload: documents, mask and heads.
         cp_size: ranks.
-        methods: what runs it, ours first.
+        methods: what is to run; ours runs beside others even if it has run before.
         is_weak: whether it is one of weak scaling; it may be one of strong scaling too.
     """
 
@@ -68,7 +68,8 @@ class Pace:
     Attributes:
         rounds: timed ones.
         tflops: of a rank, as taken for granted.
-        fixed_s, expected_fixed_s: seconds of cases apart from their steps, and their estimates.
+        fixed_s, expected_fixed_s: seconds of cases apart from their steps, and their estimates; of
+            cases alone that paid nothing once.
         steps_s, expected_steps_s: the same of their steps.
     """
 
@@ -85,8 +86,10 @@ class Pace:
         Args:
             paid: what the group need not pay any more.
         """
-        fixed_s = fixed_seconds(case, paid) * self.fixed_s / self.expected_fixed_s
-        return MARGIN * (fixed_s + self._steps(case) * self.steps_s / self.expected_steps_s)
+        once_s = sum(price for key, price in once_seconds(case).items() if key not in paid)
+        fixed_s = _prepare(case) * self.fixed_s / self.expected_fixed_s
+        steps_s = self._steps(case) * self.steps_s / self.expected_steps_s
+        return MARGIN * (once_s + fixed_s + steps_s)
 
     def after(self, case: Case, paid: Collection[Once], took_s: float, step_s: float) -> "Pace":
         """What a case that is done tells of the others.
@@ -98,10 +101,11 @@ class Pace:
             step_s: a step of each method, together.
         """
         steps_s = min(took_s, step_s * self._num_rounds)
+        is_like_others = once_seconds(case).keys() <= set(paid)
         return replace(
             self,
-            fixed_s=self.fixed_s + took_s - steps_s,
-            expected_fixed_s=self.expected_fixed_s + fixed_seconds(case, paid),
+            fixed_s=self.fixed_s + is_like_others * (took_s - steps_s),
+            expected_fixed_s=self.expected_fixed_s + is_like_others * _prepare(case),
             steps_s=self.steps_s + steps_s,
             expected_steps_s=self.expected_steps_s + self._steps(case),
         )
@@ -119,16 +123,15 @@ class Pace:
 def once_seconds(case: Case) -> dict[Once, float]:
     """What the group pays once, be it for this case or for one before."""
     peers = [name for name in case.methods if name in PEERS]
-    prices: dict[Once, float] = {(case.cp_size, "start", ""): START_S + END_S}
-    if peers:
-        prices[case.cp_size, "start", "peers"] = START_PEERS_S
-    return prices | {(case.cp_size, case.kind, name): FIRST_PLANS_S for name in peers}
+    prices = {"start": START_S + END_S, "warm-up": WARM_UP_S}
+    prices |= {"import": START_PEERS_S} if peers else {}
+    prices |= dict.fromkeys(peers, FIRST_PLANS_S)
+    return {(case.cp_size, name): price for name, price in prices.items()}
 
 
-def fixed_seconds(case: Case, paid: Collection[Once]) -> float:
-    """What is taken for granted of a case apart from its steps."""
-    once = sum(price for key, price in once_seconds(case).items() if key not in paid)
-    return once + PREPARE_S * len(case.methods)
+def _prepare(case: Case) -> float:
+    """What is taken for granted of a case apart from its steps and what is paid once."""
+    return PREPARE_S * len(case.methods)
 
 
 def choose(
@@ -144,20 +147,27 @@ def choose(
         pace: their estimated times.
         paid: what need not be paid any more, as groups run already.
     Returns:
-        What fits, in the order of running, and the estimated seconds of each.
+        What fits, in the order of running and ours with it, and the estimated seconds of each.
     """
     have_paid = set(paid)
     methods: list[list[str]] = [[] for _ in cases]
     seconds = [0.0 for _ in cases]
-    units = [(idx, name) for idx, case in enumerate(cases) for name in case.methods]
-    units.sort(key=lambda unit: (cases[unit[0]].level, cases[unit[0]].methods.index(unit[1])))
-    for idx, name in units:
-        unit = replace(cases[idx], methods=(name,))
+    # Counted from the last method, as those that have run are no longer there.
+    units = [
+        (case.level, place - len(case.methods), idx, name)
+        for idx, case in enumerate(cases)
+        for place, name in enumerate(case.methods)
+    ]
+    for _, _, idx, name in sorted(units):
+        if not methods[idx] and name != OURS and OURS in cases[idx].methods:
+            continue
+        more = [name] if methods[idx] or name == OURS else [OURS, name]
+        unit = replace(cases[idx], methods=tuple(more))
         unit_s = pace.seconds(unit, have_paid)
-        if unit_s <= budget_s and (name == OURS or methods[idx]):
+        if unit_s <= budget_s:
             budget_s -= unit_s
             have_paid |= once_seconds(unit).keys()
-            methods[idx].append(name)
+            methods[idx] += more
             seconds[idx] += unit_s
     kept = [idx for idx, _ in enumerate(cases) if methods[idx]]
     kept.sort(key=lambda idx: cases[idx].level)
@@ -165,15 +175,42 @@ def choose(
     return chosen, [seconds[idx] for idx in kept]
 
 
+def next_case(
+    cases: Sequence[Case], cp_size: int, budget_s: float, pace: Pace, paid: Collection[Once]
+) -> tuple[Case, float] | None:
+    """What a group that is up runs next, of all that is still to run in any group.
+
+    While another group has the least to do, one rank alone goes on beyond its own: what is left
+    there is cheap, and a second start is not.
+
+    Returns:
+        A case and its estimated seconds; None if others come first, or nothing fits.
+    """
+    chosen = list(zip(*choose(cases, budget_s, pace, paid), strict=True))
+    others_wait = any(case.level == LEAST and case.cp_size != cp_size for case, _ in chosen)
+    last = ALONE if others_wait else math.inf
+    return next((x for x in chosen if x[0].cp_size == cp_size and x[0].level <= last), None)
+
+
+def still_to_run(cases: Iterable[Case], lines: Iterable[Line]) -> list[Case]:
+    """The cases with those of their methods that have no line."""
+    ran = {(line.workload, line.cp_size, line.method) for line in lines}
+    left = [
+        replace(case, methods=tuple(
+            x for x in case.methods if (case.workload.name, case.cp_size, x) not in ran
+        ))
+        for case in cases
+    ]  # fmt: skip
+    return [case for case in left if case.methods]
+
+
 def left_out(cases: Iterable[Case], lines: Iterable[Line]) -> list[str]:
     """Names of cases without a line of ours, and of other methods that cases have none of."""
-    ran = {(line.workload, line.cp_size, line.method) for line in lines}
-    names: list[str] = []
-    for case in cases:
-        missing = [x for x in case.methods if (case.workload.name, case.cp_size, x) not in ran]
-        if missing:
-            names.append(case.name if OURS in missing else f"{case.name}: {', '.join(missing)}")
-    return names
+    names: dict[str, str] = {}
+    for case in still_to_run(cases, lines):
+        others = "" if OURS in case.methods else f": {', '.join(case.methods)}"
+        names.setdefault(case.name, case.name + others)
+    return list(names.values())
 
 
 def weak_workload(kind: str, num_tokens: int, num_rows: int) -> Workload:
@@ -216,26 +253,36 @@ def all_cases(
 ) -> list[Case]:
     """Weak scaling of every kind and size, and strong scaling; what is both is run once.
 
+    First comes what a report cannot do without: ours on every kind at the first size, in every
+    group, then the rest of one rank, on which shares and fit rest. Other methods follow.
+
     Args:
         tokens: context tokens of a rank, in weak scaling; the first matter most, then `strong`.
         strong: whole workloads.
         num_rows: query rows of the kind "rows".
         methods: ours, then others, those that matter most first; one rank runs ours alone.
     """
-    found: dict[tuple[str, int], Case] = {}
-    for cp_size in cp_sizes:
+    found: list[Case] = []
+    for cp_size in sorted(set(cp_sizes)):
+        others = () if cp_size == 1 else tuple(name for name in methods if name != OURS)
+        seen: set[tuple[str, str]] = set()
         weak = [[weak_workload(kind, count * cp_size, num_rows) for kind in KINDS]
                 for count in tokens]  # fmt: skip
         weak_names = {workload.name for workloads in weak for workload in workloads}
-        for level, workloads in enumerate([*weak[:1], strong, *weak[1:]]):
+        later = [(workloads, (OURS, *others)) for workloads in (strong, *weak[1:])]
+        levels = [(weak[0], (OURS,)), (weak[0], others), *later]
+        for idx, (workloads, names) in enumerate(levels):
             for workload in workloads:
-                case = Case(
-                    level=level,
-                    kind=kind_of(workload),
-                    workload=workload,
-                    cp_size=cp_size,
-                    methods=(OURS,) if cp_size == 1 else tuple(methods),
-                    is_weak=workload.name in weak_names,
-                )
-                found.setdefault((workload.name, cp_size), case)
-    return list(found.values())
+                new = tuple(name for name in names if (workload.name, name) not in seen)
+                seen |= {(workload.name, name) for name in new}
+                if new:
+                    case = Case(
+                        level=LEAST if idx == 0 else ALONE if cp_size == 1 else ALONE + idx,
+                        kind=kind_of(workload),
+                        workload=workload,
+                        cp_size=cp_size,
+                        methods=new,
+                        is_weak=workload.name in weak_names,
+                    )
+                    found.append(case)
+    return found

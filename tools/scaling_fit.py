@@ -8,7 +8,7 @@ measured time.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 
 from cp_workloads import Workload
@@ -31,6 +31,7 @@ LINK_TERMS = ("link_gb_per_s", "link_latency_us")
 # Where the search begins; a device without a measured group keeps the link.
 FIRST = {"row_ns": 5.0, "run_ns": 500.0, "base_ns": 1e5}
 FIRST_STEP, LAST_STEP = 2.0, 1.002  # factors by which a term is tried larger and smaller
+LEAST_POINTS = 2  # of a kind: one is met exactly by its own time of a pair
 NODE_RANKS = 8
 
 
@@ -73,6 +74,21 @@ class Checked:
         return self.predicted_us / self.measured.step_us - 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What measured steps say of the terms.
+
+    Attributes:
+        calibrations: the terms of each kind that has enough points.
+        checked: every step of those kinds beside its prediction.
+        missing: what a fit of all kinds lacks, in one line, or "".
+    """
+
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    checked: Sequence[Checked] = ()
+    missing: str = ""
+
+
 def plan_of(workload: Workload, cp_size: int, machine: Machine | None = None) -> Plan:
     """The plan that the method makes, by default on ranks that are all alike."""
     config = SplitKVConfig()
@@ -81,6 +97,7 @@ def plan_of(workload: Workload, cp_size: int, machine: Machine | None = None) ->
         cp_size,
         queries=workload.queries,
         block_size=config.block_size,
+        route=workload.route(cp_size),
         tolerance=config.balance_tolerance,
         machine=machine,
     )
@@ -90,7 +107,11 @@ def shape_of(workload: Workload, dtype: str) -> AttentionShape:
     """What a row of the workload weighs."""
     dim = workload.head_dim
     return AttentionShape(
-        num_heads_q=workload.heads[0], head_dim_qk=dim, head_dim_v=dim, dtype=dtype
+        num_heads_q=workload.heads[0],
+        num_heads_kv=workload.heads[1],
+        head_dim_qk=dim,
+        head_dim_v=dim,
+        dtype=dtype,
     )
 
 
@@ -104,17 +125,15 @@ def measured_of(
     )
 
 
-def fit(
-    measured: Sequence[Measured], first: Calibration
-) -> tuple[dict[str, Calibration], list[Checked]]:
-    """Terms of each kind, fitted to all groups but the largest.
+def fit(measured: Sequence[Measured], first: Calibration) -> Fit:
+    """Terms of each kind, fitted to all groups but the largest, if more points than terms are left.
 
     Args:
         measured: steps of ours. The largest group is left out and only predicted, unless there is
             no other.
         first: device, dtype and heads; its link is kept if no fitted group has two ranks.
     Returns:
-        The terms of each kind that was fitted, and every step beside its prediction.
+        The terms of each kind that was fitted, their steps, and what is missing.
     Raises:
         ValueError: nothing was measured.
     """
@@ -123,10 +142,22 @@ def fit(
     sizes = sorted({one.cp_size for one in measured})
     largest = sizes[-1] if len(sizes) > 1 else math.inf
     fitted = [one for one in measured if one.cp_size < largest]
-    kinds = [kind for kind in KINDS if any(one.kind == kind for one in fitted)]
-    terms = _first_terms(fitted, kinds, first)
+    points = {kind: sum(one.kind == kind for one in fitted) for kind in KINDS}
+    kinds = [kind for kind in KINDS if points[kind] >= LEAST_POINTS]
+    fitted = [one for one in fitted if one.kind in kinds]
     has_link = any(one.cp_size > 1 for one in fitted)
-    free = [name for name in terms if name not in LINK_TERMS or has_link]
+    free = [*COMPUTE_TERMS, *(LINK_TERMS if has_link else ()), *kinds]
+    if len(fitted) <= len(free):
+        kinds, fitted = [], []
+    few = [f"{kind} {points[kind]}" for kind in KINDS if kind not in kinds]
+    num_terms = len(free) + sum(kind not in free for kind in KINDS)
+    missing = (
+        f"points to fit: {', '.join(few)}; {LEAST_POINTS} of a kind are needed, and in all more "
+        f"than the {num_terms} terms of all kinds"
+    )
+    if not kinds:
+        return Fit(missing=missing)
+    terms = _first_terms(fitted, kinds, first)
     terms = _search(terms, free, fitted, first)
     calibrations = {kind: _calibration(terms, kind, first) for kind in kinds}
     checked = [
@@ -139,7 +170,8 @@ def fit(
         if one.kind in calibrations
     ]
     worst = max(abs(one.error) for one in checked if one.is_fitted)
-    return {k: replace(c, worst_error=worst) for k, c in calibrations.items()}, checked
+    calibrations = {k: replace(c, worst_error=worst) for k, c in calibrations.items()}
+    return Fit(calibrations=calibrations, checked=checked, missing=missing if few else "")
 
 
 def _first_terms(

@@ -1,7 +1,7 @@
 """The report of `bench_scaling.py`: tables in Markdown, and a figure."""
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,7 @@ from cp_report import Line
 from cp_workloads import workload_of
 from ops_report import aligned
 from scaling_cases import KINDS, OURS, kind_of, size_name
-from scaling_fit import NODE_RANKS, Checked, Projected, plan_of
-
-from megatron_splitkv.plan.predict import Calibration
+from scaling_fit import NODE_RANKS, Checked, Fit, Projected, plan_of
 
 # Of ours, what weak scaling is to reach: ranks, and the share of the ideal.
 AIM_TOKENS = 65536
@@ -47,16 +45,14 @@ class Report:
     Attributes:
         rows: what was measured.
         dropped: what the time did not allow, or whose ranks failed, by name.
-        calibrations: the terms of the projection, for each kind.
-        checked: measured steps beside predicted ones.
+        fit: the terms of the projection, checked on measured steps.
         projected: larger groups.
         network_gb_per_s: of a rank between their nodes, as it was given.
     """
 
     rows: Sequence[Row]
     dropped: Sequence[str]
-    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
-    checked: Sequence[Checked] = ()
+    fit: Fit = field(default_factory=Fit)
     projected: Sequence[Projected] = ()
     network_gb_per_s: float = math.inf
 
@@ -118,9 +114,9 @@ def markdown(report: Report, strong: Sequence[str]) -> str:
         of_name = [row for row in rows if row.line.workload == name]
         if of_name:
             parts.append(f"## Strong scaling, {name}\n\n{_table(of_name)}")
-    if report.checked:
-        terms = _terms(report.calibrations, report.checked)
-        parts.append(f"## The projection, checked\n\n{terms}\n\n{_check_table(report.checked)}")
+    if report.fit.checked:
+        terms, table = _terms(report.fit), _check_table(report.fit.checked)
+        parts.append(f"## The projection, checked\n\n{terms}\n\n{table}")
     if report.projected:
         about = (
             f"% of the ideal, on nodes of {NODE_RANKS} ranks with {report.network_gb_per_s:g} GB/s "
@@ -128,6 +124,8 @@ def markdown(report: Report, strong: Sequence[str]) -> str:
         )
         table = _projection_table(report.projected)
         parts.append(f"## Projected, not measured\n\n{about}\n\n{table}")
+    if report.fit.missing:
+        parts.append(f"Not projected for want of {report.fit.missing}")
     aims = aims_of(rows, report.projected)
     if aims:
         parts.append("## Beside the aims\n\n" + aligned([["", "aim", "reached", ""], *aims]))
@@ -174,10 +172,10 @@ def _table(rows: Sequence[Row]) -> str:
     return aligned(table)
 
 
-def _terms(calibrations: Mapping[str, Calibration], checked: Sequence[Checked]) -> str:
-    has_link = any(one.is_fitted and one.measured.cp_size > 1 for one in checked)
-    pairs = ", ".join(f"{kind} {x.pair_ns:.4g}" for kind, x in calibrations.items())
-    any_kind = next(iter(calibrations.values()))
+def _terms(fit: Fit) -> str:
+    has_link = any(one.is_fitted and one.measured.cp_size > 1 for one in fit.checked)
+    pairs = ", ".join(f"{kind} {x.pair_ns:.4g}" for kind, x in fit.calibrations.items())
+    any_kind = next(iter(fit.calibrations.values()))
     return (
         f"a pair, ns: {pairs}; a row {any_kind.row_ns:.3g} ns, a run {any_kind.run_ns:.3g} ns, a "
         f"layer {any_kind.base_ns / 1e3:.3g} us; link {any_kind.link_gb_per_s:.4g} GB/s, "
@@ -216,8 +214,10 @@ def _projection_table(projected: Sequence[Projected]) -> str:
 
 
 def aims_of(rows: Sequence[Row], projected: Sequence[Projected]) -> list[list[str]]:
-    """Each aim, what was reached, and whether that is enough."""
+    """Each aim, what was reached, and whether that is enough; none if no row is of that size."""
     table: list[list[str]] = []
+    if not any(row.tokens_per_rank == AIM_TOKENS for row in rows):
+        return table
     for kind in KINDS:
         measured = {
             row.line.cp_size: row.share
@@ -231,12 +231,13 @@ def aims_of(rows: Sequence[Row], projected: Sequence[Projected]) -> list[list[st
             if (one.kind, one.tokens_per_rank) == (kind, AIM_TOKENS)
         }
         for size, aim in AIMS.items():
-            share = measured.get(size, expected.get(size))
+            how, share = "measured", measured.get(size)
+            if share is None:
+                how, share = "projected", expected.get(size)
+            reached, verdict = "-", "not established"
             if share is not None:
-                how = "measured" if size in measured else "projected"
-                verdict = "reached" if share >= aim else "missed"
-                name = f"{kind}, 64k tokens a rank, cp {size}"
-                table.append([name, f"{aim:.0%}", f"{share:.1%} {how}", verdict])
+                reached, verdict = f"{share:.1%} {how}", "reached" if share >= aim else "missed"
+            table.append([f"{kind}, 64k tokens a rank, cp {size}", f"{aim:.0%}", reached, verdict])
     return table
 
 
@@ -249,19 +250,24 @@ def _percent(value: float | None) -> str:
 
 
 def plot(rows: Sequence[Row], projected: Sequence[Projected], path: Path) -> None:
-    """Share of the ideal in weak scaling: ours measured and projected, others in grey."""
+    """Share of the ideal in weak scaling: ours measured and projected, others in grey.
+
+    A kind without a share of ours has no panel; without any there is no figure.
+    """
+    shown = [row for row in rows if row.is_weak and row.share]
+    kinds = [x for x in KINDS if any((row.kind, row.line.method) == (x, OURS) for row in shown)]
+    if not kinds:
+        return
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    kinds = [kind for kind in KINDS if any(row.kind == kind for row in rows)]
     figure, axes = plt.subplots(
         1, len(kinds), figsize=(5 * len(kinds), 4), sharey=True, squeeze=False
     )
     for axis, kind in zip(axes[0], kinds, strict=True):
-        shown = [row for row in rows if row.kind == kind and row.is_weak and row.share]
-        _draw(axis, kind, shown, projected)
+        _draw(axis, kind, [row for row in shown if row.kind == kind], projected)
     axes[0][0].set_ylabel("% of one GPU's best rate")
     axes[0][-1].legend(fontsize=7, loc="lower left")
     figure.tight_layout()

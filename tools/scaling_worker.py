@@ -16,7 +16,7 @@ from cp_baselines import METHODS
 from cp_measure import Measurement, measure_real
 from cp_peers import PEERS
 from cp_report import Line
-from scaling_cases import Case, Once, Pace, choose, once_seconds
+from scaling_cases import Case, Once, Pace, next_case, once_seconds, still_to_run
 
 from megatron_splitkv.checks.processes import World, cp_transport, gather_from_all, join_world
 from megatron_splitkv.comm import Transport
@@ -36,7 +36,7 @@ class Job:
         rounds: timed ones of each method.
         start, deadline: `time.time` when the command began, and when the last case must be done.
         pace: of the groups before.
-        cases: those that matter most first.
+        cases: what is still to run in any group, those that matter most first.
     """
 
     device: str
@@ -56,7 +56,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def run(job: Job, output: Path, world: World, transport: Transport | None) -> None:
-    """Measures case after case, as long as there is one that the time left allows.
+    """Measures case after case, as long as there is one for this group that the time left allows.
 
     Args:
         job: what to do.
@@ -67,8 +67,8 @@ def run(job: Job, output: Path, world: World, transport: Transport | None) -> No
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     lines: list[Line] = []
     passed: set[object] = set()
-    pace, cases = job.pace, list(job.cases)
-    paid: set[Once] = {(world.size, "start", "")}
+    pace = job.pace
+    paid: set[Once] = {(world.size, "start")}
 
     def say(text: str) -> None:
         if world.rank == 0:
@@ -78,10 +78,12 @@ def run(job: Job, output: Path, world: World, transport: Transport | None) -> No
     while True:
         begin = time.time()
         # Clocks differ, and all ranks must run the same: what the first rank chooses.
-        chosen = gather_from_all(choose(cases, job.deadline - begin, pace, paid), world)[0]
-        if not chosen[0]:
+        cases = still_to_run(job.cases, lines)
+        mine = next_case(cases, world.size, job.deadline - begin, pace, paid)
+        chosen = gather_from_all(mine, world)[0]
+        if chosen is None:
             break
-        case, seconds = chosen[0][0], chosen[1][0]
+        case, seconds = chosen
         measurement = Measurement(
             workload=case.workload, kinds=[ALL_METHODS[x] for x in case.methods],
             config=SplitKVConfig(), device=world.device, dtype=dtype, rounds=job.rounds,
@@ -95,7 +97,6 @@ def run(job: Job, output: Path, world: World, transport: Transport | None) -> No
         step_s = sum(line.step_ms or 0.0 for line in found) * 1e-3
         pace = pace.after(case, paid, took_s, step_s)
         paid |= once_seconds(case).keys()
-        cases = [other for other in cases if other.name != case.name]
         lines += found
         if world.rank == 0:
             figures = [{**asdict(line), "step_ms": line.step_ms} for line in lines]
