@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_splitkv.attention import SplitKVContext, splitkv_attention
 from megatron_splitkv.comm import Counts, PassingTransport, Pending, ThreadGroup, Transport
-from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.config import ROUTES, SplitKVConfig
 from megatron_splitkv.layout import build_layout, shard_rows, unshard_rows
 from megatron_splitkv.plan import Anchors, Causal, Full, Plan, Queries, Window, make_plan
 from tests import oracle
@@ -229,7 +229,8 @@ def drift_of_random_steps(step_of: Callable[[Plan, Inputs, SplitKVConfig], objec
     for step in range(200):
         draw = random.Random(step)
         docs = [draw.randint(1, 512) for _ in range(draw.randint(1, 8))]
-        plan = make_plan(docs, 2, queries=draw.choice([Causal(), Window(100), Full()]))
+        route = draw.choice(ROUTES)
+        plan = make_plan(docs, 2, queries=draw.choice([Causal(), Window(100), Full()]), route=route)
         inputs = random_inputs(plan, heads, torch.bfloat16, seed=step)
         step_of(plan, inputs, SplitKVConfig(keep_queries=draw.random() < 0.5))
         gc.collect()

@@ -11,6 +11,7 @@ from megatron_splitkv.config import SplitKVConfig
 def test_defaults_and_accepted_values():
     assert SplitKVConfig().block_size is None
     assert SplitKVConfig(block_size=64, num_stages=1, balance_tolerance=0.0).block_size == 64
+    assert SplitKVConfig(route="keys").route == "keys"
     assert SplitKVConfig(partial_dtype="bf16", check_plan="always").partial_dtype == "bf16"
 
 
@@ -42,6 +43,7 @@ def test_is_a_value():
         ),
         ({"block_size": 0}, "block_size=0 must be a positive multiple of 64"),
         ({"block_size": -64}, "block_size=-64 must be a positive multiple of 64"),
+        ({"route": "values"}, "route='values' is unknown; choose one of queries, keys"),
         ({"num_stages": 0}, "num_stages=0 must be at least 1"),
         (
             {"partial_dtype": "fp8"},

@@ -24,8 +24,8 @@ ROOMS: dict[str, set[str]] = {
     "comm": _BELOW_COMM | {"ops"},
     "ops": {"errors", "config", "_kernels"},
     "wire": {"config", "comm", "ops"},
-    "stages": {"comm", "layout", "wire"},
-    "attention": _BELOW_COMM | {"comm", "ops", "stages", "wire"},
+    "routes": _BELOW_COMM | {"comm", "ops", "wire"},
+    "attention": {"layout", "ops", "routes"},
     # What `verify` and `doctor` look at: all of the product but Megatron, which mcore checks.
     "checks": {*_BELOW_MCORE, "_kernels"},
     "mcore": {*_BELOW_MCORE, "checks"},

@@ -18,8 +18,9 @@ from megatron_splitkv.comm import (
     ThreadTransport,
     transport_of,
 )
-from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.config import ROUTES, SplitKVConfig
 from megatron_splitkv.plan import Anchors, Causal, Full, Plan, Queries, Suffix, Window, make_plan
+from megatron_splitkv.plan.route import has_route
 from tests.gloo import run_gloo
 from tests.ranks import (
     Heads,
@@ -60,17 +61,21 @@ def known(queries: Queries) -> tuple[Inputs, Outputs]:
 
 @pytest.mark.parametrize("partial_dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("queries", [Causal(), Window(200), Full(), ANCHORS, Suffix(90)], ids=str)
-def test_equals_dense_attention(queries, cp_size, partial_dtype):
-    plan = make_plan(DOCS, cp_size, queries=queries, block_size=64)
+def test_equals_dense_attention(queries, route, cp_size, partial_dtype):
+    if not has_route(route, queries):
+        pytest.skip("this mask has no such route")
+    plan = make_plan(DOCS, cp_size, queries=queries, block_size=64, route=route)
     inputs, expected = known(queries)
     for num_stages in (1, 3):
         config = SplitKVConfig(num_stages=num_stages, partial_dtype=partial_dtype)
         check(run_simulated(plan, inputs, config, device="cuda"), expected)
 
 
-def test_sink_padding_and_kept_queries():
-    plan = make_plan([700, 300], 4, padded_lens=[768, 320], block_size=64)
+@pytest.mark.parametrize("route", ROUTES)
+def test_sink_padding_and_what_is_kept(route):
+    plan = make_plan([700, 300], 4, padded_lens=[768, 320], block_size=64, route=route)
     inputs = random_inputs(plan, HEADS, torch.bfloat16, has_sink=True)
     config = SplitKVConfig(keep_queries=True)
     check(run_simulated(plan, inputs, config, device="cuda"), dense(plan, inputs))

@@ -42,9 +42,16 @@ def attend(
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("queries", [Causal(), Full(), ANCHORS, Suffix(9)], ids=str)
-def test_equals_dense_attention(size, dtype, queries):
-    plan = make_plan(DOCS, size, queries=queries, block_size=8)
+@pytest.mark.parametrize(
+    ("queries", "route"),
+    [
+        (Causal(), "queries"), (Causal(), "keys"), (Full(), "queries"), (Full(), "keys"),
+        (Window(9), "keys"), (ANCHORS, "queries"), (Suffix(9), "queries"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_equals_dense_attention(size, dtype, queries, route):
+    plan = make_plan(DOCS, size, queries=queries, block_size=8, route=route)
     inputs = random_inputs(plan, HEADS, dtype, seed=size, has_dlse=True)
     for num_stages in (1, 3):
         config = SplitKVConfig(num_stages=num_stages)

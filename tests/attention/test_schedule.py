@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_splitkv.comm import ThreadGroup
-from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.config import ROUTES, SplitKVConfig
 from megatron_splitkv.plan import Anchors, Causal, Plan, Suffix, Window, make_plan
 from tests.ranks import (
     Heads,
@@ -70,16 +70,18 @@ def test_models_of_different_masks_do_not_disturb_each_other():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("partial_dtype", ["fp32", "bf16", "fp16"])
-def test_the_same_bits_every_time(dtype, partial_dtype):
-    plan = make_plan([300, 1, 212], 4, block_size=32)
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_same_bits_every_time(dtype, partial_dtype, route):
+    plan = make_plan([300, 1, 212], 4, block_size=32, route=route)
     inputs = random_inputs(plan, HEADS, dtype, has_sink=True, has_dlse=True)
     config = SplitKVConfig(num_stages=2, partial_dtype=partial_dtype)
     prints = {run_simulated(plan, inputs, config).fingerprint() for _ in range(5)}
     assert len(prints) == 1
 
 
-def test_backward_twice_over_a_kept_graph():
-    plan = make_plan([20, 13], 2, block_size=4)
+@pytest.mark.parametrize("route", ROUTES)
+def test_backward_twice_over_a_kept_graph(route):
+    plan = make_plan([20, 13], 2, block_size=4, route=route)
     inputs = random_inputs(plan, HEADS, seed=3)
     for keep_queries in (False, True):
 
@@ -95,9 +97,10 @@ def test_backward_twice_over_a_kept_graph():
         assert ThreadGroup(2).run(body) == [True, True]
 
 
-def test_recompute_gives_the_same_bits():
+@pytest.mark.parametrize("route", ROUTES)
+def test_recompute_gives_the_same_bits(route):
     """Activation recompute runs the forward, its exchange included, again inside the backward."""
-    plan = make_plan([20, 13], 2, block_size=4)
+    plan = make_plan([20, 13], 2, block_size=4, route=route)
     inputs = random_inputs(plan, HEADS, seed=3)
 
     def body(transport, is_recomputed):
@@ -124,9 +127,10 @@ def test_recompute_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("keep_queries", [False, True])
-def test_backward_frees_what_forward_kept(keep_queries):
+@pytest.mark.parametrize("route", ROUTES)
+def test_backward_frees_what_forward_kept(keep_queries, route):
     """Inputs are held by the graph alone: gone once it is gone."""
-    plan = make_plan([64], 2, block_size=4)
+    plan = make_plan([64], 2, block_size=4, route=route)
     inputs = random_inputs(plan, HEADS)
     held: list[weakref.ref] = []
 
@@ -141,14 +145,15 @@ def test_backward_frees_what_forward_kept(keep_queries):
     assert [ref() for ref in held] == [None] * 6
 
 
-def test_gathered_queries_are_not_saved_unless_asked():
-    plan = make_plan([256], 2, block_size=4)
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_was_gathered_is_not_saved_unless_asked(route):
+    plan = make_plan([256], 2, block_size=4, route=route)
     inputs = random_inputs(plan, HEADS)
 
     def body(transport, keep_queries):
         call = RankCall(plan, inputs, transport, SplitKVConfig(keep_queries=keep_queries))
         call.forward()
-        return sum(rows.numel() for rows in call.out.grad_fn.kept_queries)
+        return sum(rows.numel() for rows in call.out.grad_fn.kept)
 
     group = ThreadGroup(2)
     assert group.run(lambda transport: body(transport, False)) == [0, 0]

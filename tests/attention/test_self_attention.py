@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_splitkv.config import SplitKVConfig
-from megatron_splitkv.plan import Causal, Full, Window, make_plan
+from megatron_splitkv.config import ROUTES, SplitKVConfig
+from megatron_splitkv.plan import Causal, Full, Prefix, Window, make_plan
 from tests.packs import packs, query_specs
 from tests.ranks import Heads, assert_outputs, dense, random_inputs, run_simulated
 
@@ -16,8 +16,9 @@ DOCS = [5, 1, 0, 30, 28, 61]  # document edges fall inside blocks and on them
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("queries", [Causal(), Window(9), Full()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_equals_dense_attention(cp_size, queries, dtype):
-    plan = make_plan(DOCS, cp_size, queries=queries, block_size=16)
+@pytest.mark.parametrize("route", ROUTES)
+def test_equals_dense_attention(cp_size, queries, dtype, route):
+    plan = make_plan(DOCS, cp_size, queries=queries, block_size=16, route=route)
     inputs = random_inputs(plan, Heads(), dtype, seed=1)
     expected = dense(plan, inputs)
     for num_stages in sorted({1, 2, cp_size}):
@@ -26,19 +27,27 @@ def test_equals_dense_attention(cp_size, queries, dtype):
 
 
 @settings(max_examples=60, deadline=None)
-@given(packs("cwfp"), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.booleans())
-def test_any_pack(pack, cp_size, block_size, num_stages, keep_queries):
+@given(
+    packs("cwfp"), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.booleans(),
+    st.sampled_from(ROUTES),
+)  # fmt: skip
+def test_any_pack(pack, cp_size, block_size, num_stages, keep_queries, route):
     lens, padded, queries = pack
-    plan = make_plan(lens, cp_size, queries=queries, padded_lens=padded, block_size=block_size)
-    inputs = random_inputs(plan, Heads(q=2, kv=1, dim_qk=8, dim_v=4), has_dlse=True, has_sink=True)
+    if isinstance(queries, Prefix):
+        route = "queries"
+    plan = make_plan(
+        lens, cp_size, queries=queries, padded_lens=padded, block_size=block_size, route=route
+    )
+    inputs = random_inputs(plan, Heads(q=4, kv=2, dim_qk=8, dim_v=4), has_dlse=True, has_sink=True)
     config = SplitKVConfig(num_stages=num_stages, keep_queries=keep_queries)
     assert_outputs(run_simulated(plan, inputs, config), dense(plan, inputs))
 
 
 # A1, at a size for two cores: lengths that divide by nothing, no padding asked of the caller.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_lengths_that_do_not_divide(dtype):
-    plan = make_plan([1, 7, 1024, 3], 4)
+@pytest.mark.parametrize("route", ROUTES)
+def test_lengths_that_do_not_divide(dtype, route):
+    plan = make_plan([1, 7, 1024, 3], 4, route=route)
     inputs = random_inputs(plan, Heads(q=4, kv=1, dim_qk=64, dim_v=64), dtype, seed=1)
     assert sum(plan.tokens) == 1035
     assert_outputs(run_simulated(plan, inputs), dense(plan, inputs), dtype)
@@ -61,8 +70,9 @@ def test_lengths_that_do_not_divide(dtype):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_head_geometry(heads, dtype):
-    plan = make_plan([33, 1, 17], 4, block_size=4)
+@pytest.mark.parametrize("route", ROUTES)
+def test_head_geometry(heads, dtype, route):
+    plan = make_plan([33, 1, 17], 4, block_size=4, route=route)
     inputs = random_inputs(plan, heads, dtype, seed=20, has_dlse=True)
     assert_outputs(run_simulated(plan, inputs), dense(plan, inputs), dtype)
 

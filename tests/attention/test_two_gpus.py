@@ -24,7 +24,7 @@ from megatron_splitkv.comm import (
     Transport,
     transport_of,
 )
-from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.config import ROUTES, SplitKVConfig
 from megatron_splitkv.layout import build_layout
 from megatron_splitkv.plan import make_plan
 from tests import gloo
@@ -99,10 +99,12 @@ class DelayedTransport(PassingTransport):
         return self.late(lambda: self.inner.all_gather(rows))
 
 
-def hashes_of_repeats(transport: Transport, num_repeats: int, is_delayed: bool) -> set[str]:
+def hashes_of_repeats(
+    transport: Transport, route: str, num_repeats: int, is_delayed: bool
+) -> set[str]:
     """Hashes of this rank's results."""
     torch.use_deterministic_algorithms(True)
-    plan = make_plan([3000, 1096], 2)
+    plan = make_plan([3000, 1096], 2, route=route)
     inputs = random_inputs(plan, HEADS, torch.bfloat16, seed=22)
     found = set()
     side = torch.cuda.Stream() if isinstance(transport, ProcessGroupTransport) else None
@@ -120,9 +122,10 @@ def hashes_of_repeats(transport: Transport, num_repeats: int, is_delayed: bool) 
 
 # A22: one hash, whatever the timing.
 @each_transport
-def test_the_same_bits_at_any_timing(choice):
-    plain = run_gloo(2, on_gpus, choice, hashes_of_repeats, 20, False)
-    delayed = run_gloo(2, on_gpus, choice, hashes_of_repeats, 20, True)
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_same_bits_at_any_timing(choice, route):
+    plain = run_gloo(2, on_gpus, choice, hashes_of_repeats, route, 20, False)
+    delayed = run_gloo(2, on_gpus, choice, hashes_of_repeats, route, 20, True)
     assert [len(found) for found in plain] == [1, 1]
     assert delayed == plain
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megatron_splitkv.comm import ThreadGroup
-from megatron_splitkv.config import SplitKVConfig
+from megatron_splitkv.config import ROUTES, SplitKVConfig
 from megatron_splitkv.plan import Anchors, Causal, Full, Plan, Suffix, Window, make_plan
 from megatron_splitkv.plan.report import AttentionShape, report_plan
+from megatron_splitkv.plan.route import has_route
 from tests.ranks import (
     Heads,
     Inputs,
@@ -48,11 +49,15 @@ def run_recorded(
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("queries", [Causal(), Window(9), Full(), Suffix(20), ANCHORS], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bytes_are_those_of_the_report(cp_size, queries, dtype):
-    plan = make_plan([60, 128], cp_size, queries=queries, block_size=8)
+@pytest.mark.parametrize("route", ROUTES)
+def test_bytes_are_those_of_the_report(cp_size, queries, dtype, route):
+    if route == "keys" and not has_route(route, queries):
+        pytest.skip("this mask has no such route")
+    plan = make_plan([60, 128], cp_size, queries=queries, block_size=8, route=route)
     inputs = random_inputs(plan, HEADS, dtype)
     shape = AttentionShape(
-        num_heads_q=HEADS.q, head_dim_qk=HEADS.dim_qk, head_dim_v=HEADS.dim_v,
+        num_heads_q=HEADS.q, num_heads_kv=HEADS.kv, head_dim_qk=HEADS.dim_qk,
+        head_dim_v=HEADS.dim_v,
         dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype],
     )  # fmt: skip
     for num_stages in (1, 2, 4):

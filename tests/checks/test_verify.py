@@ -41,6 +41,18 @@ def with_stages(taken: slice) -> Callable:
     return attention
 
 
+def with_scale_of_a_route(route: str) -> Callable:
+    """`splitkv_attention` whose logits are off where that travels."""
+    from megatron_splitkv.attention import splitkv_attention
+
+    def attention(q, k, v, context, **options):
+        found = "queries" if context.layout.keys is None else "keys"
+        right = splitkv_attention if found != route else with_scale(1.01)
+        return right(q, k, v, context, **options)
+
+    return attention
+
+
 def with_more_traffic(q, k, v, context, **options):
     """The right result, and a row that nobody asked for."""
     from megatron_splitkv.attention import splitkv_attention
@@ -146,6 +158,21 @@ def test_a_fault_is_found_and_named(name: str, tmp_path: Path) -> None:
         assert not any(failure.startswith(("out", "lse", "dq")) for failure in failures)
 
 
+@pytest.mark.parametrize("route", ["queries", "keys"])
+@pytest.mark.parametrize("target", [ATTENTION, MODEL], ids=["attention", "model"])
+def test_a_fault_of_one_route_is_found_there_alone(route: str, target: str, tmp_path: Path) -> None:
+    section = "model" if target == MODEL else "attention"
+    report, fault = tmp_path / "verify.json", (with_scale_of_a_route, route)
+    options = ["--device", "cpu"]
+    codes = run_gloo(2, verify_broken, target, fault, section, str(report), options)
+    assert codes == [1, 1]
+    checks = json.loads(report.read_text())["checks"]
+    failed = {check["section"] for check in checks if not check["is_ok"]}
+    results = {name for name in failed if name.startswith(("attention", "GPT"))}
+    assert results
+    assert all(name.endswith("keys travel") == (route == "keys") for name in results)
+
+
 def verify_alone(report: str, options: list[str]) -> int:
     from megatron_splitkv import verify
 
@@ -182,6 +209,8 @@ def test_the_command_starts_its_ranks_and_passes(tmp_path: Path) -> None:
     assert "cp 2, 2 processes over gloo" in run.stdout
     sections = {check["section"] for check in json.loads(report.read_text())["checks"]}
     assert {"group", "communication", "ops on cpu, bfloat16"} <= sections
+    for route in ("queries", "keys"):
+        assert f"attention over the group, bfloat16, {route} travel" in sections
     assert any(section.startswith("GPT in float32, cp 2") for section in sections)
 
 

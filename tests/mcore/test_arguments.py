@@ -10,7 +10,8 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.errors import UnsupportedError
-from megatron_splitkv.mcore import arguments, cpu_arguments
+from megatron_splitkv.mcore import arguments, cpu_arguments, model_arguments
+from megatron_splitkv.plan import Prefix
 
 BASE = (
     "--context-parallel-impl splitkv --context-parallel-size 2 --num-layers 2 --hidden-size 32 "
@@ -38,14 +39,15 @@ def test_defaults_are_those_of_the_config(parse):
 
 def test_every_argument_reaches_the_config(parse):
     args = parse(
-        "--splitkv-block-size 128 --splitkv-stages 2 --splitkv-partial-dtype bf16 "
-        "--splitkv-transport gloo "
+        "--splitkv-block-size 128 --splitkv-route keys --splitkv-stages 2 "
+        "--splitkv-partial-dtype bf16 --splitkv-transport gloo "
         "--splitkv-keep-queries --splitkv-balance-tolerance 0.05 --splitkv-ranks-per-node 4 "
         "--splitkv-rank-speeds 1,0.5 "
         "--splitkv-check-plan always --splitkv-mtp-normalization megatron"
     )
     assert arguments.splitkv_config_from_args(args) == SplitKVConfig(
         block_size=128,
+        route="keys",
         num_stages=2,
         partial_dtype="bf16",
         transport="gloo",
@@ -56,6 +58,48 @@ def test_every_argument_reaches_the_config(parse):
         check_plan="always",
         mtp_normalization="megatron",
     )
+
+
+GROUPED = "--num-attention-heads 8 --group-query-attention "
+
+
+@pytest.mark.parametrize(
+    ("extra", "route"),
+    [
+        (GROUPED + "--num-query-groups 2", "keys"),
+        (GROUPED + "--num-query-groups 2 --window-size 16,0", "keys"),
+        (GROUPED + "--num-query-groups 2 --splitkv-route queries", "queries"),
+        (GROUPED + "--num-query-groups 2 --context-parallel-size 1", "queries"),
+        # Of each of two groups of KV heads a rank gathers one head of eight times its own tokens.
+        (GROUPED + "--num-query-groups 2 --context-parallel-size 8", "keys"),
+        (GROUPED + "--num-query-groups 2 --context-parallel-size 16", "queries"),
+        # A tensor-parallel rank has four heads that read one, which makes one group.
+        (GROUPED + "--num-query-groups 2 --context-parallel-size 4 --tensor-model-parallel-size 2",
+         "keys"),
+        (GROUPED + "--num-query-groups 2 --context-parallel-size 8 --tensor-model-parallel-size 2",
+         "queries"),
+        ("--num-attention-heads 8 --num-query-groups 2", "queries"),  # grouped only if it is said
+        ("--num-attention-heads 8 --multi-latent-attention", "queries"),
+        ("--num-attention-heads 8 --splitkv-route keys", "keys"),
+    ],
+)  # fmt: skip
+def test_route_goes_by_heads_and_ranks(parse, extra, route):
+    assert arguments.splitkv_config_from_args(parse(extra)).route == route
+
+
+def test_queries_travel_where_a_checkpoint_brings_the_heads(parse):
+    args = parse(GROUPED + "--num-query-groups 2")
+    args.num_attention_heads = None
+    assert arguments.splitkv_config_from_args(args).route == "queries"
+
+
+def test_route_that_the_mask_has_not_is_refused(parse, monkeypatch):
+    """No argument of Megatron's names such a mask yet."""
+    monkeypatch.setattr(model_arguments, "placement_queries", lambda args: Prefix((4,)))
+    message = r"--splitkv-route keys: route='keys' is for causal, .* take route 'queries'"
+    with pytest.raises(ValueError, match=message):
+        arguments.validate_splitkv_args(parse("--splitkv-route keys"))
+    arguments.validate_splitkv_args(parse(GROUPED + "--num-query-groups 2"))
 
 
 def test_default_implementation_is_megatron():
@@ -102,6 +146,7 @@ def test_yaml_is_refused():
             "--splitkv-transport mpi",
             r"transport='mpi' is unknown; choose one of auto, nccl, symmetric, gloo",
         ),
+        ("--splitkv-route kv", r"--splitkv-route kv is unknown; choose one of auto, queries, keys"),
         ("--splitkv-stages 0", r"num_stages=0 must be at least 1"),
         (
             "--splitkv-ranks-per-node 3",
@@ -205,7 +250,7 @@ def test_switched_and_ignored_settings_are_named(parse):
     assert len(notes) == 3
     for part in (
         "set --no-rope-fusion",
-        "ignoring --cp-comm-type a2a",
+        "ignoring --cp-comm-type a2a: queries travel",
         "ignoring --attention-backend flash",
     ):
         assert part in text
@@ -257,7 +302,7 @@ def test_stock_context_parallelism_needs_a_gpu(parse, monkeypatch, has_gpu, has_
 
 def test_every_argument_has_help_with_its_default(parser):
     ours = [a for a in parser._actions if any("--splitkv-" in o for o in a.option_strings)]
-    assert len(ours) == 11
+    assert len(ours) == 12
     assert all("default" in (action.help or "") for action in ours)
 
 

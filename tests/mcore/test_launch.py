@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import megatron_splitkv._kernels as _kernels
+from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.errors import UnsupportedError
 from megatron_splitkv.mcore import hook_table, launch, upstream_fixes
-from megatron_splitkv.mcore.session import Session
+from megatron_splitkv.mcore.session import Session, startup_line
+from megatron_splitkv.plan import make_plan
+from megatron_splitkv.plan.report import AttentionShape
 from tests.mcore import jobs
 
 PACKED = "--dataloader-inter-document-masking"
@@ -120,11 +123,31 @@ def test_splitkv_says_what_is_active(text_data, tmp_path, reference):
     run = jobs.train(tmp_path, text_data, PACKED, cp=2)
     assert run.losses["lm loss"] == pytest.approx(reference.losses["lm loss"], rel=1e-5)
     said = line(run.log, "splitkv: impl=splitkv")
-    settings = ("cp=2", "block_size=", "stages=1", "partial_dtype=fp32", "transport=gloo")
+    settings = (
+        "cp=2",
+        "block_size=",
+        "route=queries",
+        "stages=1",
+        "partial_dtype=fp32",
+        "transport=gloo",
+    )
     for part in (*settings, "imbalance=", "hooks=6"):
         assert part in said
     assert "fwd=0.00MB" not in said
     assert said.endswith("MB (first microbatch, summed over the context-parallel group)")
+
+
+def test_startup_line_counts_exchanges_of_the_route():
+    """Groups of KV heads where keys travel, stages of query rows elsewhere."""
+    shape = AttentionShape(
+        num_heads_q=8, num_heads_kv=4, head_dim_qk=64, head_dim_v=64, dtype="bf16"
+    )
+    for route, part in (("keys", "route=keys stages=2 "), ("queries", "route=queries stages=3 ")):
+        config = SplitKVConfig(route=route, num_stages=3)
+        plan = make_plan([4096], 4, route=route)
+        said = startup_line(plan, shape, config, transport="nccl", num_hooks=6)
+        assert f" {part}partial_dtype=fp16 " in said
+        assert "fwd=0.00MB" not in said
 
 
 def test_sequence_parallel_norms(text_data, tmp_path, reference):

@@ -6,6 +6,8 @@ Where Megatron has no such run (multi-latent attention without transformer-engin
 virtual pipeline stages or multi-token prediction) it is Split-KV on one rank, which the other cases
 tie to Megatron.
 
+With two query groups keys travel; runs whose queries do ask for it.
+
 Gradients are compared and not only losses: a wrong rotary slice moves a toy loss in its sixth
 digit and gradients by a thousandth.
 """
@@ -38,6 +40,7 @@ MOE = (  # every token goes to all experts: a rounding cannot send it elsewhere
     "--moe-router-load-balancing-type none"
 )
 VALIDATION = "--split 70,30,0 --eval-interval 2 --eval-iters 1"
+QUERIES = "--splitkv-route queries"
 MTP = "--mtp-num-layers 2"
 
 
@@ -94,7 +97,14 @@ CASES = {
     "cp2-recompute-attention": Case(
         cp=2, run=f"{PACKED} --recompute-granularity selective --recompute-modules core_attn"
     ),
-    "cp2-keep-queries": Case(cp=2, run=f"{PACKED} --splitkv-keep-queries"),
+    "cp2-keep-queries": Case(cp=2, run=f"{PACKED} --splitkv-keep-queries {QUERIES}"),
+    "cp2-keep-keys": Case(cp=2, run=f"{PACKED} --splitkv-keep-queries"),
+    "cp3-packed-queries": Case(cp=3, run=f"{PACKED} {QUERIES}"),
+    "cp2-tp2-sp-queries": Case(cp=2, others=2, model=TP2, run=f"{PACKED} {QUERIES}"),
+    "cp2-recompute-queries": Case(
+        cp=2,
+        run=f"{PACKED} --recompute-granularity selective --recompute-modules core_attn {QUERIES}",
+    ),
     "cp2-dp2": Case(
         cp=2, others=2, reference_others=1, run=f"{PACKED} --use-distributed-optimizer"
     ),
@@ -117,7 +127,13 @@ CASES = {
     "cp2-window-and-full-layers": unpacked(
         cp=2, model="--window-size 31,0 --window-attn-skip-freq 2"
     ),
+    "cp2-window-and-full-layers-queries": Case(
+        cp=2, model="--window-size 31,0 --window-attn-skip-freq 2", run=QUERIES, reference=""
+    ),
     "cp2-learnable-sink": unpacked(cp=2, model="--softmax-type learnable"),
+    "cp2-learnable-sink-queries": Case(
+        cp=2, model="--softmax-type learnable", run=QUERIES, reference=""
+    ),
     "cp2-learned-positions": Case(cp=2, model="--position-embedding-type learned_absolute"),
 }
 

@@ -12,7 +12,7 @@ from megatron_splitkv.comm import HostStagedTransport, ProcessGroupTransport, Sy
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.mcore import plans as plans_module
 from megatron_splitkv.mcore.plans import PlanBook
-from megatron_splitkv.plan import Causal, Machine, Plan, Planner, Window, make_plan
+from megatron_splitkv.plan import Causal, Machine, Plan, Planner, Prefix, Window, make_plan
 from tests.gloo import run_gloo
 
 
@@ -132,6 +132,19 @@ def test_plan_of_another_block_size_is_not_remembered():
     with pytest.raises(ValueError, match="block_size=128 is not of this run, which has block_si"):
         book.remember(plan)
     PlanBook(SplitKVConfig(block_size=128)).remember(plan)
+
+
+def test_plan_of_another_route_is_not_remembered():
+    plan = Planner(cp_size=2, config=SplitKVConfig(route="keys"))([512])
+    message = "a plan with route='keys' is not of this run, which has route='queries'; make it with"
+    with pytest.raises(ValueError, match=message):
+        PlanBook().remember(plan)
+    PlanBook(SplitKVConfig(route="keys")).remember(plan)
+
+
+def test_a_book_of_a_mask_without_the_route_is_refused():
+    with pytest.raises(ValueError, match="route='keys' is for causal, window and full"):
+        PlanBook(SplitKVConfig(route="keys"), Prefix((3,)))
 
 
 def test_plan_with_pads_of_its_own_is_not_remembered():

@@ -20,7 +20,7 @@ CALIBRATION = Calibration(
     row_ns=2.0, run_ns=30.0, base_ns=500.0, worst_error=0.0, link_gb_per_s=0.1,
     link_latency_us=1.0, source="by hand",
 )  # fmt: skip
-SHAPE = AttentionShape(num_heads_q=4, head_dim_qk=64, head_dim_v=64, dtype="bf16")
+SHAPE = AttentionShape(num_heads_q=4, num_heads_kv=2, head_dim_qk=64, head_dim_v=64, dtype="bf16")
 LENS = [3000, 2000, 900, 800, 700, 500, 200, 92]
 
 Arguments = Callable[..., Namespace]
@@ -39,6 +39,8 @@ def arguments(tmp_path: Path) -> Arguments:
             "num_attention_heads": 8,
             "hidden_size": 512,
             "kv_channels": None,
+            "num_query_groups": 4,
+            "group_query_attention": True,
             "tensor_model_parallel_size": 2,
             "multi_latent_attention": False,
             "bf16": True,
@@ -59,8 +61,26 @@ def test_shape_is_that_of_a_tensor_parallel_rank(arguments: Arguments):
 
 def test_latent_attention_counts_both_parts_of_a_key(arguments: Arguments):
     latent = {"qk_head_dim": 48, "qk_pos_emb_head_dim": 16, "v_head_dim": 64}
-    args = arguments(multi_latent_attention=True, kv_channels=7, **latent)
-    assert timing_from_args(args) == Timing(calibration=CALIBRATION, shape=SHAPE)
+    args = arguments(
+        multi_latent_attention=True, kv_channels=7, group_query_attention=False, **latent
+    )
+    shape = dataclasses.replace(SHAPE, num_heads_kv=4)
+    assert timing_from_args(args) == Timing(calibration=CALIBRATION, shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_heads_kv"),
+    [
+        ({"num_query_groups": 1}, 1),
+        ({"num_query_groups": 8}, 4),
+        ({"group_query_attention": False}, 4),
+    ],
+)
+def test_query_groups_are_shared_by_tensor_parallel_ranks(
+    arguments: Arguments, changes: dict[str, object], num_heads_kv: int
+):
+    timing = timing_from_args(arguments(**changes))
+    assert timing is not None and timing.shape.num_heads_kv == num_heads_kv
 
 
 @pytest.mark.parametrize(

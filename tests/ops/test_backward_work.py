@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_splitkv._kernels as _kernels
+from megatron_splitkv.layout import build_layout
+from megatron_splitkv.plan import make_plan
 from tests.ops.cases import INTERVALS
 
 # Rows of a row tile and keys of a KV tile, by head dims (qk, v).
@@ -221,6 +223,24 @@ def test_rows_beyond_l2_come_in_bands() -> None:
     assert items[:, 3].tolist() == [64] * 133 + [32] * 133 + [16] * 266
     starts = segments[items[:34, 1].long(), 0].tolist()
     assert starts == [*range(0, 64, 2), 0, 2], "the first brings rows, the others find them"
+
+
+def test_gathered_keys_of_several_documents_come_without_bands() -> None:
+    """Rank 1 has the middle of two documents. The first keys of each are seen by all of its rows
+    there, the last ones by few: unlike items, that no head may start late.
+    """
+    plan = make_plan([20000, 12000, 768], 2, route="keys")
+    keys = build_layout(plan, 1).keys
+    assert keys is not None
+    (shared,) = keys.shared
+    begin, end = shared.intervals.begin, shared.intervals.end
+    num_keys = shared.keys.stop - shared.keys.start
+    assert (len(begin), num_keys) == (16384, 23976)
+    shape, *_ = _build(begin, end, num_keys, heads=(16, 4))
+    assert not shape["is_head_major"]
+    end = torch.arange(1, 32769, dtype=torch.int32)
+    shape, *_ = _build(torch.zeros_like(end), end, 32768, heads=(16, 4))
+    assert shape["is_head_major"]
 
 
 def test_rows_that_few_keys_visit_come_in_short_bands() -> None:

@@ -69,6 +69,8 @@ def _others(op: str) -> dict[str, Any]:
     """The arguments that are no tensors."""
     if op in ("merge", "add"):
         return {"part_ptr": 0, "part_slots": 0, "num_slots": 0, "accumulates": True}
+    if op == "encode":
+        return {"index": 0}
     if op not in ("forward", "backward"):
         return {}
     begin, end = torch.zeros(NUM_ROWS).int(), torch.full((NUM_ROWS,), NUM_KEYS).int()

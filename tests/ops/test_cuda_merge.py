@@ -158,6 +158,33 @@ def test_encode_gives_the_bits_of_the_cpu(num_rows: int, dim: int) -> None:
     assert (beside[:, [0, 4]] == 7).all()
 
 
+@pytest.mark.parametrize("dim", [1, 33, 64, 128, 132, 192, 256, 512])
+@pytest.mark.parametrize("num_rows", [0, 1, 1001])
+def test_encode_of_chosen_rows_gives_the_bits_of_the_cpu(num_rows: int, dim: int) -> None:
+    """Some rows often, some never, from heads of more; with and without lse, into packed rows."""
+    generator = torch.Generator().manual_seed(dim)
+    values = torch.randn(70, 5, dim, generator=generator) * torch.logspace(3, -5, dim)
+    values[::7, 1], values[::11, 2, dim // 2] = 0.0, torch.nan
+    lse = torch.randn(70, 5, generator=generator)
+    values, lse = values[:, 1:4], lse[:, 1:4]
+    rows = torch.randint(0, 70, (num_rows,), generator=generator)
+    encoded = torch.empty(num_rows, 3, dim, dtype=torch.float16)
+    scale, sent = torch.empty(num_rows, 3), torch.empty(num_rows, 3)
+    encode_partials_(encoded, scale, values, sent, lse, rows)
+    on_cuda = (values.cuda(), lse.cuda(), rows.cuda())
+    for has_lse in (False, True):
+        packed = torch.full((num_rows, 3 * dim + 8), 7.0, dtype=torch.float16, device="cuda")
+        beside = torch.full((num_rows, 8), 7.0, device="cuda")
+        with_lse = (beside[:, 5:8], on_cuda[1]) if has_lse else (None, None)
+        target = packed[:, : 3 * dim].view(num_rows, 3, dim)
+        encode_partials_(target, beside[:, 1:4], on_cuda[0], *with_lse, on_cuda[2])
+        torch.testing.assert_close(target.cpu(), encoded, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(beside[:, 1:4].cpu(), scale, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(beside[:, 5:8].cpu(), sent if has_lse else torch.full_like(sent, 7.0))
+        assert (packed[:, 3 * dim :] == 7).all()
+        assert (beside[:, [0, 4]] == 7).all()
+
+
 PAIRS = [(a, b) for a in DTYPES for b in DTYPES if a == b or torch.float32 in (a, b)]
 
 

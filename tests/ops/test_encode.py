@@ -87,6 +87,49 @@ def test_no_rows() -> None:
     encode(torch.zeros(0, 2, 8))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("chosen", [[3, 0, 3, 5, 1], [5, 4, 3, 2, 1, 0], [2], []], ids=str)
+def test_rows_are_taken_by_index(chosen: list[int], isa: str, restored_isa: None) -> None:
+    """Any order, some often, some never; with and without their lse; into packed rows."""
+    _kernels.force_cpu_isa(isa)
+    generator = torch.Generator().manual_seed(len(chosen))
+    values = torch.randn(3, 6, 17, generator=generator).transpose(0, 1)
+    lse = torch.randn(3, 6, generator=generator).T
+    rows, num_rows = torch.tensor(chosen, dtype=torch.int64), len(chosen)
+    plain, plain_scale = encode(values[rows])
+    for has_lse in (False, True):
+        storage = torch.full((num_rows, 60), 7.0, dtype=torch.float16)
+        encoded, beside = storage[:, 4:55].view(num_rows, 3, 17), torch.full((num_rows, 8), 7.0)
+        with_lse = (beside[:, 4:7], lse) if has_lse else (None, None)
+        encode_partials_(encoded, beside[:, :3], values, *with_lse, rows)
+        assert torch.equal(encoded, plain)
+        assert torch.equal(beside[:, :3], plain_scale)
+        assert torch.equal(beside[:, 4:7], lse[rows] if has_lse else torch.full((num_rows, 3), 7.0))
+        assert (storage[:, :4] == 7).all() and (storage[:, 55:] == 7).all()
+        assert (beside[:, [3, 7]] == 7).all()
+
+
+@pytest.mark.parametrize("bad", [-1, 4, 2**40])
+def test_an_index_out_of_range_is_refused(bad: int) -> None:
+    rows = torch.tensor([0, 3, bad])
+    encoded, scale = torch.empty(3, 2, 8, dtype=torch.float16), torch.empty(3, 2)
+    with pytest.raises(ValueError, match=rf"rows\[2\]={bad}, needs 0 to 3"):
+        encode_partials_(encoded, scale, torch.zeros(4, 2, 8), rows=rows)
+
+
+def test_rows_of_another_kind_are_refused() -> None:
+    values, rows = torch.zeros(4, 2, 8), torch.tensor([0, 3])
+    encoded, scale = torch.empty(2, 2, 8, dtype=torch.float16), torch.empty(2, 2)
+    with pytest.raises(ValueError, match=r"rows has dtype int32, needs int64"):
+        encode_partials_(encoded, scale, values, rows=rows.int())
+    with pytest.raises(ValueError, match=r"encoded has shape \[2, 2, 8\], needs \[1, 2, 8\]"):
+        encode_partials_(encoded, scale, values, rows=rows[:1])
+    with pytest.raises(ValueError, match=r"sent_lse has shape \[4, 2\], needs \[2, 2\]"):
+        encode_partials_(encoded, scale, values, torch.zeros(4, 2), torch.zeros(4, 2), rows)
+    with pytest.raises(ValueError, match=r"lse has shape \[2, 2\], needs \[4, 2\]"):
+        encode_partials_(encoded, scale, values, torch.zeros(2, 2), torch.zeros(2, 2), rows)
+
+
 def test_refusals() -> None:
     values = torch.zeros(2, 3, 8)
     half, scale = values.half(), torch.zeros(2, 3)
@@ -107,15 +150,18 @@ def test_refusals() -> None:
         encode_partials_(wide.half(), scale, wide)
 
 
-def test_registration() -> None:
+@pytest.mark.parametrize("rows", [None, [1, 1, 0]])
+def test_registration(rows: list[int] | None) -> None:
+    num_rows = len(rows or range(2))
     torch.library.opcheck(
         torch.ops.megatron_splitkv.encode_partials_.default,
         (
-            torch.zeros(2, 1, 4).half(),
-            torch.zeros(2, 1),
+            torch.zeros(num_rows, 1, 4).half(),
+            torch.zeros(num_rows, 1),
             torch.ones(2, 1, 4),
-            torch.zeros(2, 1),
+            torch.zeros(num_rows, 1),
             torch.ones(2, 1),
+            None if rows is None else torch.tensor(rows),
         ),
         test_utils=("test_schema", "test_faketensor"),
     )

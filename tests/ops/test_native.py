@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_splitkv.errors import UnsupportedError
-from megatron_splitkv.ops import merge_partials_, partial_attention
+from megatron_splitkv.ops import merge_partials_, partial_attention, reference
 from megatron_splitkv.ops.native import refusal
 from tests.ops.cases import Case, Shape, make_case
 
@@ -165,7 +165,7 @@ def test_refusal_of_a_device_names_the_way_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["partial_attention", "partial_attention_backward", "merge_partials_"]
+    "op", ["partial_attention_", "partial_attention_backward_", "merge_partials_"]
 )
 def test_backend_without_a_registered_kernel_is_refused(op: str) -> None:
     """Sparse tensors stand for a device that has none: they too miss the CPU registration."""
@@ -173,13 +173,14 @@ def test_backend_without_a_registered_kernel_is_refused(op: str) -> None:
     q, intervals = case.q.to_sparse(), (case.kv_begin, case.kv_end)
     lse, scale = torch.zeros(4, 2), {"softmax_scale": 1.0}
     arguments = {
-        "partial_attention": ((q, q, q, *intervals), {**scale, "out_dtype": torch.float32}),
-        "partial_attention_backward": ((q, q, q, q, lse, lse, *intervals, q, q), scale),
+        "partial_attention_": ((q, q, q, *intervals, q, lse), scale),
+        "partial_attention_backward_": ((q, q, q, q, lse, lse, *intervals, q, q, q), scale),
         "merge_partials_": ((q, lse, q, lse, *intervals), {}),
     }
     positional, named = arguments[op]
-    with pytest.raises(UnsupportedError, match=f"{op} got tensors on"):
+    with pytest.raises(UnsupportedError, match=f"{op} got tensors on") as refused:
         getattr(torch.ops.megatron_splitkv, op).default(*positional, **named)
+    assert hasattr(reference, str(refused.value).rpartition("reference.")[2])
 
 
 def test_meta_tensors_give_shapes() -> None:

@@ -324,21 +324,28 @@ def test_registration(op: str) -> None:
     case = make_case(Shape(rows=9, keys=11), intervals="full")
     tests = ("test_schema", "test_faketensor")
     scale = case.softmax_scale
+    tensors = (case.q, case.k, case.v, case.kv_begin, case.kv_end)
     if op == "forward":
-        torch.library.opcheck(
-            torch.ops.megatron_splitkv.partial_attention.default,
-            (case.q, case.k, case.v, case.kv_begin, case.kv_end),
-            {"softmax_scale": scale, "out_dtype": torch.bfloat16},
-            test_utils=tests,
-        )
+        for dtype in DTYPES:
+            out, lse = (
+                torch.empty(9, case.q.shape[1], case.v.shape[2]),
+                torch.empty(case.q.shape[:2]),
+            )
+            torch.library.opcheck(
+                torch.ops.megatron_splitkv.partial_attention_.default,
+                (*tensors, out.to(dtype), lse),
+                {"softmax_scale": scale},
+                test_utils=tests,
+            )
         return
     out, lse = case.forward()
-    dk, dv = torch.zeros(case.k.shape), torch.zeros(case.v.shape)
-    tensors = (case.dout, case.q, case.k, case.v, lse, case.delta(out), case.kv_begin, case.kv_end)
+    dq, dk, dv = (torch.zeros(x.shape) for x in (case.q, case.k, case.v))
+    seen = (case.kv_begin, case.kv_end)
+    tensors = (case.dout, case.q, case.k, case.v, lse, case.delta(out), *seen)
     for accumulate in (True, False):
         torch.library.opcheck(
-            torch.ops.megatron_splitkv.partial_attention_backward.default,
-            (*tensors, dk, dv),
+            torch.ops.megatron_splitkv.partial_attention_backward_.default,
+            (*tensors, dq, dk, dv),
             {"softmax_scale": scale, "accumulate": accumulate},
             test_utils=tests,
         )

@@ -79,9 +79,16 @@ def test_twins_of_encode_and_add() -> None:
     sent_lse, lse = torch.empty(12, 2), torch.randn(12, 2)
     reference.encode_partials_(*coded[1], values, sent_lse, lse)
     assert all(map(torch.equal, *coded)) and torch.equal(sent_lse, lse)
+    rows = torch.tensor([4, 0, 4, 11])
+    chosen = [[x[:4].clone() for x in (*pair, sent_lse)] for pair in coded]
+    for encode, (part, factor, sent) in zip(
+        (encode_partials_, reference.encode_partials_), chosen, strict=True
+    ):
+        encode(part, factor, values, sent, lse, rows)
+    assert all(map(torch.equal, *chosen)) and torch.equal(chosen[0][2], lse[rows])
     ptr, slots = torch.tensor([0, 5, 5, 9]).int(), torch.tensor([3, 11, 0, 4, 4, 1, 2, 7, 8]).int()
     twin = total.clone()
-    encoded, scale = coded[0]
+    encoded, scale = coded[0][0], coded[0][1] / 100  # sums of N(0, 1): the tolerance is for these
     reference.add_partials_(twin, encoded, ptr, slots, scale)
     add_partials_(total, encoded, ptr, slots, scale)
     torch.testing.assert_close(total, twin, rtol=1e-6, atol=1e-5)

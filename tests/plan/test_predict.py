@@ -17,7 +17,7 @@ from megatron_splitkv.plan.predict import (
 )
 from megatron_splitkv.plan.report import AttentionShape
 
-SHAPE = AttentionShape(num_heads_q=4, head_dim_qk=64, head_dim_v=64, dtype="bf16")
+SHAPE = AttentionShape(num_heads_q=4, num_heads_kv=4, head_dim_qk=64, head_dim_v=64, dtype="bf16")
 CALIBRATION = Calibration(
     device="made up", dtype="bf16", head_dim=64, num_heads_q=2, num_heads_kv=2, pair_ns=0.01,
     row_ns=2.0, run_ns=30.0, base_ns=500.0, worst_error=0.0, link_gb_per_s=10.0,
@@ -45,6 +45,27 @@ def test_prediction_by_hand():
     exchanged = largest / 10.0 / 1e3 + 4 * 1.0
     assert found.exchange_us == pytest.approx(exchanged)
     assert found.layer_us == pytest.approx(max(computed) + exchanged)
+
+
+def test_prediction_where_keys_travel_by_hand():
+    """The same document, whose rows at both ends are on rank 0 and those between on rank 1."""
+    plan = make_plan([256], 2, block_size=64, route="keys")
+    assert plan.runs.tolist() == [[0, 0, 0, 64], [0, 0, 192, 256], [1, 0, 64, 192]]
+    config = SplitKVConfig(num_stages=2, route="keys")
+    found = predict_layer(plan, SHAPE, config, CALIBRATION)
+    # Each attends with its own 128 rows alone. Those of rank 0 see all 128 keys of rank 1, those of
+    # rank 1 the first 64 keys of rank 0.
+    computed = [
+        (2 * (cost * 0.01 + 128 * 2.0 + runs * 30.0) + 500.0) / 1e3
+        for cost, runs in zip(plan.costs, (2, 1), strict=True)
+    ]
+    assert found.compute_us == pytest.approx(max(computed))
+    key, gradient = SHAPE.key_bytes(config, 2)
+    largest = max(64 * 2 * key + 128 * gradient, 128 * 2 * key + 64 * gradient)
+    exchanged = largest / 10.0 / 1e3 + 4 * 2 * 1.0
+    assert found.exchange_us == pytest.approx(exchanged)
+    longer, shorter = max(computed[0], exchanged), min(computed[0], exchanged)
+    assert found.layer_us == pytest.approx(longer + shorter / 2)
 
 
 def test_what_leaves_a_node_takes_the_network():

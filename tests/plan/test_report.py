@@ -16,7 +16,7 @@ from megatron_splitkv.plan.report import (
     report_plan,
 )
 
-SHAPE = AttentionShape(num_heads_q=2, head_dim_qk=5, head_dim_v=8, dtype="bf16")
+SHAPE = AttentionShape(num_heads_q=2, num_heads_kv=1, head_dim_qk=5, head_dim_v=8, dtype="bf16")
 
 
 def test_bytes_of_a_row_by_hand():
@@ -96,37 +96,47 @@ def test_table_shows_every_rank_and_the_ratios():
     assert all(len(line) <= 79 for line in lines.splitlines())
     caption = (
         "MB (10^6 bytes): sent by this rank in one attention layer, for 2 query heads of dim 5 "
-        "(qk) and 8 (v) in bf16, partials in fp16"
+        "(qk) and 8 (v) in bf16, partials in fp16; queries travel"
     )
     assert caption in " ".join(lines.split())
+
+
+def test_table_of_keys_says_so():
+    plan = make_plan([20000, 12000, 768], 4, block_size=512, route="keys")
+    report = report_plan(plan, SHAPE, SplitKVConfig(route="keys"))
+    text = io.StringIO()
+    Console(file=text, width=79).print(report.as_table())
+    lines = text.getvalue()
+    caption = "for 1 kv heads of dim 5 (qk) and 8 (v) in bf16, gradients in fp16; keys travel"
+    assert caption in " ".join(lines.split())
+    assert all(len(line) <= 79 for line in lines.splitlines())
+    assert report.as_dict()["route"] == "keys"
 
 
 @pytest.mark.parametrize("queries", [Causal(), Window(3), Suffix(2)])
 def test_a_kv_ring_sends_all_keys_to_every_rank(queries):
     """By hand: each of 3 heads weighs (5 + 8) * 2 bytes a token, pads travel like tokens."""
     plan = make_plan([60, 7], 4, queries=queries, padded_lens=[64, 7])
-    shape = AttentionShape(num_heads_q=6, head_dim_qk=5, head_dim_v=8, dtype="bf16")
+    shape = AttentionShape(num_heads_q=6, num_heads_kv=3, head_dim_qk=5, head_dim_v=8, dtype="bf16")
     by_rank = [(71 - own) * 3 * 13 * 2 for own in plan.tokens]  # what the rank receives
-    assert kv_ring_bytes(plan, shape, num_heads_kv=3) == (sum(by_rank), 2 * sum(by_rank))
-    assert kv_ring_bytes(make_plan([60], 1), shape, num_heads_kv=3) == (0, 0)
-
-
-@pytest.mark.parametrize("num_heads_kv", [0, -1, 3, 4])
-def test_a_kv_ring_of_heads_that_do_not_divide(num_heads_kv):
-    message = f"num_heads_kv={num_heads_kv} must divide num_heads_q=2"
-    with pytest.raises(ValueError, match=message):
-        kv_ring_bytes(make_plan([8], 2), SHAPE, num_heads_kv=num_heads_kv)
+    assert kv_ring_bytes(plan, shape) == (sum(by_rank), 2 * sum(by_rank))
+    assert kv_ring_bytes(make_plan([60], 1), shape) == (0, 0)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"dtype": "fp8"}, "dtype='fp8' is unknown; use fp32, bf16, fp16"),
+        ({"num_heads_kv": 3}, "num_heads_kv=3 must divide num_heads_q=2"),
+        ({"num_heads_kv": 4}, "num_heads_kv=4 must divide num_heads_q=2"),
+        ({"num_heads_kv": 0}, "heads and head dims must be at least 1"),
         ({"num_heads_q": 0}, "heads and head dims must be at least 1"),
         ({"head_dim_v": -1}, "heads and head dims must be at least 1"),
     ],
 )
 def test_bad_shape_says_what_and_how(change, message):
-    fields = {"num_heads_q": 2, "head_dim_qk": 8, "head_dim_v": 8, "dtype": "bf16"} | change
+    fields = {
+        "num_heads_q": 2, "num_heads_kv": 2, "head_dim_qk": 8, "head_dim_v": 8, "dtype": "bf16",
+    } | change  # fmt: skip
     with pytest.raises(ValueError, match=re.escape(message)):
         AttentionShape(**fields)

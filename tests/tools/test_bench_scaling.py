@@ -15,7 +15,9 @@ from bench_scaling import read_done
 from cp_report import Line
 from cp_workloads import NAMES, workload_of
 from scaling_cases import (
+    ALONE,
     KINDS,
+    LEAST,
     OURS,
     Case,
     Pace,
@@ -65,7 +67,9 @@ def some_cases() -> list[Case]:
 def test_what_weak_and_strong_scaling_share_is_run_once():
     cases = some_cases()
     names = [(case.workload.name, case.cp_size) for case in cases]
-    assert len(names) == len(set(names)) == 3 * 2 * 2 + 2  # at cp 2 strong is 2K a rank
+    assert len(set(names)) == 3 * 2 * 2 + 2  # at cp 2 strong is 2K a rank
+    once = [(*name, x) for name, case in zip(names, cases, strict=True) for x in case.methods]
+    assert len(once) == len(set(once)) == (3 * 2 + 2) + 3 * 3 * 2
     assert {case.methods for case in cases if case.cp_size == 1} == {("split-kv",)}
     assert {kind_of(case.workload) for case in cases} == set(KINDS)
     assert all(case.kind == kind_of(case.workload) for case in cases)
@@ -78,44 +82,35 @@ def names_of(chosen: tuple[list[Case], list[float]]) -> list[str]:
 
 
 def test_what_matters_most_comes_first_and_ours_before_others():
-    """The first size goes before strong scaling, that before the second size, peers before both."""
+    """Ours in every group, all of one rank, peers, strong scaling, the second size."""
     pace, cases = Pace(rounds=1, tflops=0.05), some_cases()
     chosen, seconds = choose(cases, 1e4, pace)
     assert {case.name for case in chosen} == {case.name for case in cases}
-    assert left_out(chosen, []) == [case.name for case in chosen]
+    assert set(left_out(chosen, [])) == {case.name for case in chosen}
+    weak = [f"{name} at cp 2" for name in ("64-2k", "2k-gqa", "pile-2k")]
     order = [case.name for case in chosen if case.cp_size == 2]
-    assert order == ["64-2k at cp 2", "2k-gqa at cp 2", "pile-2k at cp 2", "4k-gqa at cp 2",
-                     "64-4k at cp 2", "pile-4k at cp 2"]  # fmt: skip
-    assert {case.level for case in chosen if case.is_weak} == {0, 1, 2}
-    ours = replace(cases[0], methods=(OURS,))
-    assert names_of(choose(cases, pace.seconds(ours) + 0.1, pace)) == ["64-1k at cp 1: split-kv"]
-    first = [case for case in cases if case.level == 0]
-    some = choose(cases, sum(choose(first, 1e4, pace)[1]), pace)
+    assert order == [*weak, *weak, "4k-gqa at cp 2", "64-4k at cp 2", "pile-4k at cp 2"]
+    levels = [case.level for case in chosen]
+    assert levels == sorted(levels)
+    assert {case.cp_size for case in chosen if case.level == LEAST} == {1, 2}
+    assert {case.cp_size for case in chosen if case.level == ALONE} == {1}
+    first_s = pace.seconds(cases[0]) + 0.1
+    assert names_of(choose(cases, first_s, pace)) == ["64-1k at cp 1: split-kv"]
+    first = [case for case in cases if case.level <= ALONE + 1]
+    some = choose(cases, sum(choose(first, 1e4, pace)[1]) + 1e-6, pace)
     assert names_of(some) == names_of(choose(first, 1e4, pace))
     assert names_of(some)[-1] == "pile-2k at cp 2: split-kv, ring, te-p2p"
-    assert sum(choose(cases, 100.0, pace)[1]) <= 100.0 < sum(seconds)
+    assert sum(choose(cases, 80.0, pace)[1]) <= 80.0 < sum(seconds)
     assert choose(cases, -1.0, pace) == ([], [])
-
-
-def test_two_gpus_and_80_seconds_reach_peers_at_the_first_size():
-    """What a run dropped at its start, that was over after 19 of its 80 seconds."""
-    strong = [workload_of("128k-gqa"), workload_of("8k-512k")]
-    methods = ["split-kv", "te-p2p", "te-a2a", "ulysses", "ring", "all-gather"]
-    cases = all_cases([1, 2], [64 * K, 16 * K], strong, 8 * K, methods)
-    chosen, _ = choose(cases, 70.0, Pace(rounds=2, tflops=480.0))
-    names = {case.name: case.methods for case in chosen}
-    assert {"8k-64k at cp 1", "64k-gqa at cp 1", "pile-64k at cp 1"} <= names.keys()
-    together = [names[f"{name} at cp 2"] for name in ("8k-128k", "128k-gqa", "pile-128k")]
-    assert all("te-p2p" in names for names in together)
 
 
 def test_a_group_pays_once_to_start_and_a_peer_once_for_its_plans():
     pace = Pace(rounds=1, tflops=480.0)
-    case = next(case for case in some_cases() if case.cp_size == 2)
+    case = next(case for case in some_cases() if case.level > ALONE)
     first = pace.seconds(case)
     again = pace.seconds(case, once_seconds(case).keys())
     assert first >= again + 6.0 + 7.0 + 4.5  # to start, to import, first plans
-    other = replace(case, kind="pile", methods=("te-p2p",))
+    other = replace(case, methods=("te-a2a",))
     plans = pace.seconds(other, once_seconds(case).keys())
     assert plans >= pace.seconds(other, once_seconds(other).keys()) + 4.5
 
@@ -128,11 +123,15 @@ def test_estimates_follow_what_the_cases_before_took():
     slower = pace.after(done, paid, took_s=40.0, step_s=6.0)
     faster = pace.after(done, paid, took_s=0.9, step_s=0.1)
     usual, more, less = (x.seconds(big, paid) for x in (pace, slower, faster))
-    assert more > 5 * usual
+    assert more > 4 * usual
     assert less < usual
     overhead = pace.after(done, paid, took_s=40.0, step_s=1e-3)  # says nothing of steps
     assert overhead.seconds(big, paid) < 1.5 * usual
-    assert overhead.seconds(done) > 4 * pace.seconds(done)
+    assert overhead.seconds(done, paid) > 2 * pace.seconds(done, paid)
+    started = {(1, "start")}
+    assert (
+        pace.after(done, started, 40.0, step_s=1.0).fixed_s == pace.fixed_s
+    )  # slow, as first ones
 
 
 def test_the_methods_that_the_time_allows_are_run(tmp_path, monkeypatch):
@@ -143,7 +142,9 @@ def test_the_methods_that_the_time_allows_are_run(tmp_path, monkeypatch):
         for name in ("64-gqa", "128-gqa", "192-gqa")
     ]  # fmt: skip
     costs = {"64-gqa": 1.0, "128-gqa": 4e3, "192-gqa": 2e4}
-    monkeypatch.setattr(Pace, "seconds", lambda self, case, paid=(): costs[case.workload.name])
+    monkeypatch.setattr(
+        Pace, "seconds", lambda _, case, paid=(): costs[case.workload.name] * len(case.methods)
+    )
     job = Job(
         device="cpu", transport="auto", rounds=1, start=time.time(), deadline=time.time() + 7e3,
         pace=Pace(rounds=1, tflops=0.05), cases=cases,
@@ -171,24 +172,47 @@ def test_the_fit_finds_terms_that_predict_the_group_that_was_left_out():
     pairs = zip(KINDS, (0.1, 0.11, 0.12), strict=True)
     terms = {kind: replace(TERMS, pair_ns=pair_ns) for kind, pair_ns in pairs}
     first = replace(TERMS, pair_ns=1.0, link_gb_per_s=300.0, link_latency_us=20.0)
-    calibrations, checked = fit(made_up(terms, (1, 2, 4, 8)), first)
+    found = fit(made_up(terms, (1, 2, 4, 8)), first)
+    calibrations, checked = found.calibrations, found.checked
+    assert found.missing == ""
     assert {one.measured.cp_size for one in checked if not one.is_fitted} == {8}
     assert max(abs(one.error) for one in checked) < 0.02
-    for kind, found in calibrations.items():
-        assert found.pair_ns == pytest.approx(terms[kind].pair_ns, rel=0.05)
+    for kind, terms_found in calibrations.items():
+        assert terms_found.pair_ns == pytest.approx(terms[kind].pair_ns, rel=0.05)
     assert calibrations["causal"].link_gb_per_s == pytest.approx(180.0, rel=0.1)
-    text = markdown(Report(rows=[], dropped=[], calibrations=calibrations, checked=checked), [])
-    assert "us; worst error" in text
+    assert "us; worst error" in markdown(Report(rows=[], dropped=[], fit=found), [])
 
 
 def test_one_rank_says_nothing_about_the_link():
-    calibrations, checked = fit(made_up(dict.fromkeys(KINDS, TERMS), (1, 2)), TERMS)
-    assert calibrations["rows"].link_gb_per_s == TERMS.link_gb_per_s
-    assert {one.measured.cp_size for one in checked if one.is_fitted} == {1}
-    text = markdown(Report(rows=[], dropped=[], calibrations=calibrations, checked=checked), [])
+    found = fit(made_up(dict.fromkeys(KINDS, TERMS), (1, 2)), TERMS)
+    assert found.calibrations["rows"].link_gb_per_s == TERMS.link_gb_per_s
+    assert {one.measured.cp_size for one in found.checked if one.is_fitted} == {1}
+    text = markdown(Report(rows=[], dropped=[], fit=found), [])
     assert "link 180 GB/s, 60 us, as given" in text
     with pytest.raises(ValueError, match="nothing to fit"):
         fit([], TERMS)
+
+
+def test_few_points_are_no_fit():
+    """The last report had "87.9 % missed" from one point and four terms."""
+    measured = made_up(dict.fromkeys(KINDS, TERMS), (1, 2))
+    alone = [one for one in measured if one.cp_size == 1]
+    for few in (alone[:1], alone[:6]):
+        found = fit([*few, *measured[len(alone) :]], TERMS)
+        assert (found.calibrations, found.checked) == ({}, ())
+    assert "points to fit: rows 2, causal 3, pile 1; 2 of a kind" in found.missing
+    assert "more than the 6 terms" in found.missing
+    one_pile = [one for one in measured if one.name != "pile-64k"]
+    more = [replace(one, step_us=2 * one.step_us) for one in one_pile[:2]]
+    found = fit([*one_pile, *more], TERMS)
+    assert found.calibrations.keys() == {"rows", "causal"}
+    assert "points to fit: pile 1;" in found.missing
+    rows = rows_of([line("8k-128k", OURS, 2, 480.0)], {("8k-128k", 2)})
+    text = markdown(Report(rows=rows, dropped=[], fit=found), [])
+    assert "Not projected for want of points to fit: pile 1;" in text
+    cells = [[cell.strip() for cell in x.split("|")[1:-1]] for x in text.splitlines()]
+    for kind in KINDS:
+        assert [f"{kind}, 64k tokens a rank, cp 64", "91%", "-", "not established"] in cells
 
 
 def test_the_projection_goes_from_one_node_over_a_slower_network():
@@ -246,6 +270,16 @@ def test_shares_are_of_the_best_rate_of_one_rank(tmp_path):
     assert (tmp_path / "scaling.png").stat().st_size > 1000
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_kind_without_shares_has_no_panel(tmp_path):
+    lines = [line("64k-gqa", OURS, 1, 500.0), line("pile-64k", OURS, 2, 480.0)]
+    weak = {(one.workload, one.cp_size) for one in lines}
+    plot(rows_of(lines, weak), [], tmp_path / "one.png")
+    assert (tmp_path / "one.png").stat().st_size > 1000
+    plot(rows_of(lines[1:], weak), [], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
 def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     files = [f"--{kind}={tmp_path / kind}" for kind in ("json", "markdown")]
     command = [sys.executable, str(TOOL), "--device", "cpu", *files, *arguments]
@@ -253,15 +287,16 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_small_run_on_real_ranks(tmp_path):
-    sizes = ("--cp", "1", "2", "4", "--tokens", "128", "--rows", "32", "--strong", "512-gqa")
+    sizes = ("--cp", "1", "2", "4", "--tokens", "128", "64", "--rows", "32", "--strong", "512-gqa")
     plot_file = f"--plot={tmp_path / 'scaling.png'}"
     done = run(tmp_path, *sizes, "--methods", "split-kv", "--rounds", "1", plot_file)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "json").read_text())
     ran = [(row["workload"], row["cp_size"]) for row in report["rows"]]
     assert sorted(ran) == sorted(
-        [*((f"32-{n * 128}", n) for n in (1, 2, 4)), *((f"{n * 128}-gqa", n) for n in (1, 2, 4)),
-         *((f"pile-{n * 128}", n) for n in (1, 2, 4)), ("512-gqa", 1), ("512-gqa", 2)]
+        [*((name, n) for n in (1, 2, 4) for size in (64 * n, 128 * n)
+           for name in (f"32-{size}", f"{size}-gqa", f"pile-{size}")),
+         ("512-gqa", 1), ("512-gqa", 2)]
     )  # fmt: skip
     assert report["dropped"] == []
     assert all(row["step_ms"] > 0 and row["share"] > 0 for row in report["rows"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from cp_baselines import METHODS, Ulysses
 from cp_gate import check_on_threads
-from cp_methods import RankInputs
+from cp_methods import RankInputs, variant
 from cp_workloads import WORKLOADS, Workload, even_split, pile_lens, zigzag_rows, zigzag_tokens
 
 from megatron_splitkv.checks.counting import CountingTransport
@@ -111,7 +111,7 @@ def test_one_rank_needs_no_transport(name):
     assert not kept, "the next step would be measured with less memory than it needs"
 
 
-SHAPE = AttentionShape(num_heads_q=4, head_dim_qk=16, head_dim_v=16, dtype="fp32")
+SHAPE = AttentionShape(num_heads_q=4, num_heads_kv=2, head_dim_qk=16, head_dim_v=16, dtype="fp32")
 
 
 def test_bytes_are_those_of_the_formulas():
@@ -120,7 +120,7 @@ def test_bytes_are_those_of_the_formulas():
     tensors = draw(case, torch.float32)
     config = SplitKVConfig(partial_dtype="fp32")
     plan = make_plan(case.doc_lens, 4)
-    forward, backward = kv_ring_bytes(plan, SHAPE, num_heads_kv=2)
+    forward, backward = kv_ring_bytes(plan, SHAPE)
     _, sent = run(METHODS["all-gather"](case, 4, config), tensors)
     assert sum(sent) == forward + backward
     _, sent = run(METHODS["ring"](case, 4, config), tensors)
@@ -129,9 +129,12 @@ def test_bytes_are_those_of_the_formulas():
     _, sent = run(METHODS["ulysses"](case, 4, config), tensors)
     row, token = 4 * 16 * 4, 2 * 16 * 4  # kv heads are repeated: 4 of each rank, not 2
     assert sum(sent) == 192 * 3 // 4 * (4 * row + 4 * 2 * token)
-    _, sent = run(METHODS["split-kv"](case, 4, config), tensors)
-    report = report_plan(plan, SHAPE, config)
-    assert sum(sent) == sum(report.bytes_forward) + sum(report.bytes_backward)
+    assert case.route(4) == "keys"
+    for route, due in (("queries", "queries"), ("keys", "keys"), ("auto", "keys")):
+        kind = variant(METHODS["split-kv"], [route], None, None, route)
+        _, sent = run(kind(case, 4, config), tensors)
+        report = report_plan(make_plan(case.doc_lens, 4, route=due), SHAPE, config)
+        assert sum(sent) == sum(report.bytes_forward) + sum(report.bytes_backward)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])

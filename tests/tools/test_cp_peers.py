@@ -89,10 +89,22 @@ def test_each_transport_and_bound_of_stages_is_a_method():
         "ring nccl", "ring symmetric", "te-a2a",
     ]  # fmt: skip
     assert kinds_of(parsed(), {"auto": None}) == list(METHODS.values())
-    two, four = kinds_of(parsed("--methods", "split-kv", "--stages", "1", "2"), {"auto": None})
+    words = ("--methods", "split-kv", "--stages", "1", "2", "--route", "queries")
+    two, four = kinds_of(parsed(*words), {"auto": None})
     long = workload(Causal(), (1 << 14,))
     assert len(two(long, 2, SplitKVConfig()).layouts[0].stages) == 1
     assert len(four(long, 2, SplitKVConfig()).layouts[0].stages) == 2
+
+
+def test_each_route_is_a_method():
+    args = parsed("--methods", "split-kv", "ring", "--route", "queries", "keys")
+    kinds = kinds_of(args, {"auto": None})
+    assert [kind.name for kind in kinds] == ["split-kv queries", "split-kv keys", "ring"]
+    case = workload(Causal(), (1 << 10,))
+    for kind, route in zip(kinds, ("queries", "keys"), strict=False):
+        placed = kind(case, 2, SplitKVConfig())
+        assert placed.plan.route == route
+        assert (placed.layouts[0].keys is not None) == (route == "keys")
 
 
 def test_replay_has_no_peers(monkeypatch):

@@ -198,7 +198,7 @@ def test_a_replayed_rank_sends_what_its_plan_predicts(num_stages):
     """Every rank in turn, alone: the bytes are those of the group, and the traces fit together."""
     plan = make_plan([300, 41], 4, block_size=16)
     config = SplitKVConfig(num_stages=num_stages)
-    shape = AttentionShape(num_heads_q=2, head_dim_qk=8, head_dim_v=8, dtype="fp32")
+    shape = AttentionShape(num_heads_q=2, num_heads_kv=1, head_dim_qk=8, head_dim_v=8, dtype="fp32")
     report = report_plan(plan, shape, config)
     forward, backward = [], []
     for rank in range(4):

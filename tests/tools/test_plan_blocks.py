@@ -1,35 +1,14 @@
-"""`tools/plan_blocks.py` as a user runs it: a process without torch."""
+"""`tools/plan_blocks.py`: what it says of a plan, and what it refuses."""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_splitkv.plan import Anchors, Causal, Full, Prefix, Suffix, Window, make_plan
-
-ROOT = Path(__file__).resolve().parents[2]
-# torch is made impossible to import, then the tool runs as __main__.
-WITHOUT_TORCH = (
-    "import os, runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
-    "sys.path.insert(0, os.path.dirname(sys.argv[0])); "
-    "runpy.run_path(sys.argv[0], run_name='__main__')"
-)
-EXAMPLE = ("--lengths", "20000,12000,768", "--cp", "4", "--block-size", "512")
-
-
-def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / "tools/plan_blocks.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-
-
-def figures(*arguments: str) -> dict:
-    run = run_tool(*arguments, "--json")
-    assert run.returncode == 0, run.stderr
-    assert run.stderr == ""
-    return json.loads(run.stdout)
+from tests.tools.plan_tool import EXAMPLE, PACK, ROOT, figures, run_tool
 
 
 def test_json_has_the_promised_keys():
@@ -76,7 +55,7 @@ def test_table_says_what_was_counted_and_what_a_ring_would_send():
     ("option", "num_heads_kv"),
     [((), 8), (("--heads", "32/8"), 8), (("--heads", "32/2"), 2), (("--heads", "32"), 32)],
 )
-def test_kv_heads_weigh_in_the_ring_alone(option, num_heads_kv):
+def test_kv_heads_weigh_in_the_ring_alone_where_queries_travel(option, num_heads_kv):
     found = figures(*EXAMPLE, *option)
     assert found["ring_bytes_forward"] == 3 * 32768 * num_heads_kv * 2 * 128 * 2
     assert found["ring_bytes_backward"] == 2 * found["ring_bytes_forward"]
@@ -94,7 +73,8 @@ def test_kv_heads_weigh_in_the_ring_alone(option, num_heads_kv):
     ],
 )
 def test_masks(option, queries):
-    plan = make_plan([700, 300], 2, queries=queries, tolerance=0.001)
+    route = "keys" if isinstance(queries, Causal | Window | Full) else "queries"
+    plan = make_plan([700, 300], 2, queries=queries, tolerance=0.001, route=route)
     assert figures("--lengths", "700,300", "--cp", "2", *option)["fingerprint"] == plan.fingerprint
 
 
@@ -106,6 +86,29 @@ def test_options_change_the_bytes():
     assert half["fingerprint"] == base["fingerprint"]
     wide = figures(*EXAMPLE, "--dtype", "fp32", "--head-dim", "256")
     assert wide["bytes_forward"] > base["bytes_forward"]
+
+
+def test_keys_travel_by_themselves_where_heads_are_grouped():
+    """32 query heads to 8 of keys unless it is told; the balance is that of the query rows."""
+    found = figures(*PACK)
+    plan = make_plan([20000, 12000, 768], 4, block_size=512, route="keys")
+    assert (found["route"], found["fingerprint"]) == ("keys", plan.fingerprint)
+    assert found["cost_max_over_mean"] <= 1.001
+    assert found["bytes_forward"] < figures(*EXAMPLE)["bytes_forward"] / 2
+    assert found["bytes_forward"] <= found["ring_bytes_forward"]
+    assert figures(*PACK, "--heads", "32")["route"] == "queries"
+    assert figures(*PACK, "--heads", "32", "--route", "keys")["route"] == "keys"
+    assert figures(*PACK, "--suffix", "64")["route"] == "queries"
+    assert figures(*EXAMPLE)["route"] == "queries"
+
+
+def test_report_and_comparison_name_the_route():
+    words = " ".join(run_tool(*PACK, "--compare").stdout.split())
+    assert "for 8 kv heads of dim 128 (qk) and 128 (v) in bf16, gradients in fp16; keys tr" in words
+    assert "block size 512; route keys; planned in" in words
+    assert "rows sent: rows of keys that travel in a layer" in words
+    found = figures(*PACK, "--compare")["compared"]
+    assert found["query-side LPT"]["imbalance"] < 0.01 < found["key-side LPT"]["imbalance"]
 
 
 @pytest.mark.parametrize("lengths", ["0", "0,0,5", "1"])
@@ -158,6 +161,11 @@ def test_short_packs(lengths):
         (("--lengths", "5", "--cp", "2", "--rows-per-anchor", "3"), "belongs to --anchors"),
         (("--distribution", "wlb", "--cp", "2", "--samples", "3"), "--samples belongs to --idx"),
         (("--lengths", "5", "--cp", "2", "--suffix", "0"), "suffix num_rows=0 must be at least 1"),
+        (
+            ("--lengths", "5", "--cp", "2", "--suffix", "2", "--route", "keys"),
+            "route='keys' is for causal, window and full self-attention",
+        ),
+        (("--lengths", "5", "--cp", "2", "--route", "values"), "invalid choice: 'values'"),
         (("--lengths", "5", "--cp", "2", "--stages", "0"), "num_stages=0 must be at least 1"),
         (("--lengths", "5", "--cp", "2", "--heads", "8/x"), "'8/x' must be query heads / kv heads"),
         (
@@ -181,7 +189,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, message):
 
 
 def test_imbalance_before_and_after():
-    found = figures("--lengths", "20000,12000,768", "--cp", "4")["imbalance"]
+    found = figures(*EXAMPLE)["imbalance"]
     assert set(found) == {"contiguous", "zig-zag", "per-document zig-zag", "planned"}
     assert found["planned"] <= 0.001 < found["zig-zag"] < found["contiguous"]
 
@@ -199,7 +207,7 @@ def test_several_packs_have_one_line_and_one_is_shown(tmp_path):
     file = tmp_path / "packs.csv"
     file.write_text("700,300\n# a comment\n\n64,64,900\n")
     found = figures("--file", str(file), "--cp", "2", "--pack", "2")
-    second = make_plan([64, 64, 900], 2, tolerance=0.001)
+    second = make_plan([64, 64, 900], 2, tolerance=0.001, route="keys")
     assert found["fingerprint"] == second.fingerprint == found["packs"][1]["fingerprint"]
     assert len(found["packs"]) == 2
     run = run_tool("--file", str(file), "--cp", "2")
@@ -297,92 +305,11 @@ def test_speeds_and_nodes():
 
 def test_the_plot_is_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "plan.png"
-    run = run_tool(*EXAMPLE, "--plot", str(path))
-    assert run.returncode == 0, run.stderr
-    assert path.read_bytes().startswith(b"\x89PNG")
+    for name, options in (("queries.png", EXAMPLE), ("keys.png", PACK)):
+        path = tmp_path / name
+        run = run_tool(*options, "--plot", str(path))
+        assert run.returncode == 0, run.stderr
+        assert path.read_bytes().startswith(b"\x89PNG")
     run = run_tool(*EXAMPLE, "--plot", str(tmp_path / "plan.nonsense"))
     assert run.returncode == 2
     assert "nonsense" in run.stderr
-
-
-def write_calibration(path: Path, **changes) -> str:
-    fields = dict(
-        device="made up", dtype="bf16", head_dim=128, num_heads_q=32, num_heads_kv=8, pair_ns=1e-3,
-        row_ns=0.5, run_ns=10.0, base_ns=0.0, worst_error=0.1, link_gb_per_s=400.0,
-        link_latency_us=10.0, source="by hand",
-    )  # fmt: skip
-    path.write_text(json.dumps(fields | changes))
-    return str(path)
-
-
-def test_auto_takes_the_least_predicted_time(tmp_path):
-    options = ("--lengths", "65536,4096,30000", "--cp", "8", "--tolerance", "auto")
-    file = write_calibration(tmp_path / "c.json")
-    found = figures(*options, "--calibration", file)
-    times = {float(name): entry["layer_us"] for name, entry in found["predicted"].items()}
-    assert times[found["tolerance"]] == min(times.values())
-    assert "<- taken" in " ".join(run_tool(*options, "--calibration", file).stdout.split())
-    assert "--tolerance auto needs --calibration" in run_tool(*options).stderr
-
-
-def test_a_projection_says_that_it_is_one(tmp_path):
-    file = write_calibration(tmp_path / "c.json")
-    options = ("--lengths", "65536,4096", "--cp", "8", "--calibration", file, "--simulate")
-    run = run_tool(*options)
-    assert run.returncode == 0, run.stderr
-    words = " ".join(run.stdout.split())
-    assert "PROJECTION of one attention layer" in words
-    assert "not measured" in words
-    steps = figures(*options)["projection"]
-    assert [step["cp_size"] for step in steps] == [8, 16, 32, 64, 128, 256, 512, 1024]
-    assert all(step["num_tokens"] == 69632 * step["cp_size"] // 8 for step in steps)
-    assert steps[0]["efficiency"] == 1.0
-    assert "\N{HORIZONTAL ELLIPSIS}" not in run.stdout  # nothing is cut off
-    bad = run_tool("--lengths", "5", "--cp", "2", "--simulate")
-    assert "--simulate needs --calibration" in bad.stderr
-
-
-def test_a_projection_over_a_slower_network_is_slower_and_names_it(tmp_path):
-    file = write_calibration(tmp_path / "c.json")
-    options = ("--lengths", "65536", "--cp", "8", "--calibration", file, "--simulate")
-    nodes = (*options, "--ranks-per-node", "8", "--network-gb-per-s", "0.001")
-    near, far = (figures(*given)["projection"] for given in (options, nodes))
-    assert near[0] == far[0]  # inside a node
-    assert all(a["exchange_us"] < b["exchange_us"] for a, b in zip(near[1:], far[1:], strict=True))
-    words = " ".join(run_tool(*nodes).stdout.split())
-    assert "between nodes of 8 ranks 0.001 GB/s, as given" in words
-    bad = run_tool(*options, "--network-gb-per-s", "5")
-    assert "--network-gb-per-s needs --ranks-per-node N" in bad.stderr
-    alone = ("--lengths", "65536", "--cp", "8", "--ranks-per-node", "8", "--network-gb-per-s", "5")
-    bad = run_tool(*alone)
-    assert bad.returncode == 2
-    assert "--network-gb-per-s is of predictions, which need --calibration PATH" in bad.stderr
-
-
-@pytest.mark.parametrize(
-    "option", [(), ("--tolerance", "0.3"), ("--ranks-per-node", "2"), ("--speeds", "1,1,1,.5")]
-)
-def test_a_projection_starts_from_the_plan_that_is_shown(tmp_path, option):
-    file = write_calibration(tmp_path / "c.json", pair_ns=1.0)
-    lens = ",".join(str(1000 + 777 * i) for i in range(9))
-    found = figures("--lengths", lens, "--cp", "4", "--calibration", file, "--simulate", *option)
-    (predicted,) = found["predicted"].values()
-    assert found["projection"][0]["layer_us"] == predicted["layer_us"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pair_ns": 0}, "c.json: calibration: pair_ns=0 must be a number above 0"),
-        ({"pair_ns": float("nan")}, "pair_ns=nan must be a number above 0"),
-        ({"row_ns": -1}, "row_ns=-1 must be a number at least 0"),
-        ({"more": 1}, "must be a JSON object with the fields"),
-        ({"head_dim": 64}, "calibration of head_dim=64 and bf16 says nothing about head dims 128"),
-    ],
-)
-def test_a_bad_calibration_is_refused(tmp_path, changes, message):
-    file = write_calibration(tmp_path / "c.json", **changes)
-    run = run_tool(*EXAMPLE, "--calibration", file)
-    assert run.returncode == 2
-    assert message in run.stderr
