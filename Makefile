@@ -15,7 +15,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 PYTEST_ARGS ?=
 # A hang ends: each test has its own limit (pyproject.toml), the whole run this one. Without a
 # terminal the processes that the tests started end with it.
-PYTEST_LIMIT_S ?= 1200
+PYTEST_LIMIT_S ?= 1500
 
 CPP_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CUDA_SOURCES := $(shell find csrc -name '*.cu')

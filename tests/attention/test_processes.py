@@ -45,7 +45,7 @@ def attend(
 @pytest.mark.parametrize(
     ("queries", "route"),
     [
-        (Causal(), "queries"), (Causal(), "keys"), (Full(), "queries"), (Full(), "keys"),
+        (Causal(), "queries"), (Causal(), "keys"), (Full(), "queries"),
         (Window(9), "keys"), (ANCHORS, "queries"), (Suffix(9), "queries"),
     ],
     ids=str,

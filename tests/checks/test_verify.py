@@ -158,8 +158,9 @@ def test_a_fault_is_found_and_named(name: str, tmp_path: Path) -> None:
         assert not any(failure.startswith(("out", "lse", "dq")) for failure in failures)
 
 
-@pytest.mark.parametrize("route", ["queries", "keys"])
-@pytest.mark.parametrize("target", [ATTENTION, MODEL], ids=["attention", "model"])
+@pytest.mark.parametrize(
+    ("target", "route"), [(ATTENTION, "queries"), (MODEL, "keys")], ids=["attention", "model"]
+)
 def test_a_fault_of_one_route_is_found_there_alone(route: str, target: str, tmp_path: Path) -> None:
     section = "model" if target == MODEL else "attention"
     report, fault = tmp_path / "verify.json", (with_scale_of_a_route, route)

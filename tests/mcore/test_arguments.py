@@ -70,13 +70,13 @@ GROUPED = "--num-attention-heads 8 --group-query-attention "
         (GROUPED + "--num-query-groups 2 --window-size 16,0", "keys"),
         (GROUPED + "--num-query-groups 2 --splitkv-route queries", "queries"),
         (GROUPED + "--num-query-groups 2 --context-parallel-size 1", "queries"),
-        # Of each of two groups of KV heads a rank gathers one head of eight times its own tokens.
-        (GROUPED + "--num-query-groups 2 --context-parallel-size 8", "keys"),
-        (GROUPED + "--num-query-groups 2 --context-parallel-size 16", "queries"),
+        # A rank gathers one KV head at a time: of 16 ranks as much as its own 8 q and 8 out.
+        (GROUPED + "--num-query-groups 2 --context-parallel-size 16", "keys"),
+        (GROUPED + "--num-query-groups 2 --context-parallel-size 32", "queries"),
         # A tensor-parallel rank has four heads that read one, which makes one group.
-        (GROUPED + "--num-query-groups 2 --context-parallel-size 4 --tensor-model-parallel-size 2",
-         "keys"),
         (GROUPED + "--num-query-groups 2 --context-parallel-size 8 --tensor-model-parallel-size 2",
+         "keys"),
+        (GROUPED + "--num-query-groups 2 --context-parallel-size 16 --tensor-model-parallel-size 2",
          "queries"),
         ("--num-attention-heads 8 --num-query-groups 2", "queries"),  # grouped only if it is said
         ("--num-attention-heads 8 --multi-latent-attention", "queries"),

@@ -101,10 +101,6 @@ CASES = {
     "cp2-keep-keys": Case(cp=2, run=f"{PACKED} --splitkv-keep-queries"),
     "cp3-packed-queries": Case(cp=3, run=f"{PACKED} {QUERIES}"),
     "cp2-tp2-sp-queries": Case(cp=2, others=2, model=TP2, run=f"{PACKED} {QUERIES}"),
-    "cp2-recompute-queries": Case(
-        cp=2,
-        run=f"{PACKED} --recompute-granularity selective --recompute-modules core_attn {QUERIES}",
-    ),
     "cp2-dp2": Case(
         cp=2, others=2, reference_others=1, run=f"{PACKED} --use-distributed-optimizer"
     ),
@@ -127,13 +123,7 @@ CASES = {
     "cp2-window-and-full-layers": unpacked(
         cp=2, model="--window-size 31,0 --window-attn-skip-freq 2"
     ),
-    "cp2-window-and-full-layers-queries": Case(
-        cp=2, model="--window-size 31,0 --window-attn-skip-freq 2", run=QUERIES, reference=""
-    ),
     "cp2-learnable-sink": unpacked(cp=2, model="--softmax-type learnable"),
-    "cp2-learnable-sink-queries": Case(
-        cp=2, model="--softmax-type learnable", run=QUERIES, reference=""
-    ),
     "cp2-learned-positions": Case(cp=2, model="--position-embedding-type learned_absolute"),
 }
 

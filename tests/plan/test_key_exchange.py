@@ -42,7 +42,8 @@ def check_keys(plan: Plan, queries: Queries | None = None) -> None:
     owner, mask, ranks = owner_of_tokens(plan), plan_mask(plan, queries), range(plan.cp_size)
     document = np.repeat(np.arange(len(plan.doc_lens)), plan.padded_lens)
     on_ranks = [len({*owner[document == doc]}) for doc in range(len(plan.doc_lens))]
-    is_shared = np.asarray([number > 1 for number in on_ranks], dtype=bool)
+    is_shared = np.asarray(on_ranks) > 1
+    is_shared &= np.asarray(plan.doc_lens) > 0  # not of pads alone
     np.testing.assert_array_equal(exchange.is_shared, is_shared)
     assert exchange.is_shared.dtype == bool
     in_shared = is_shared[document]
