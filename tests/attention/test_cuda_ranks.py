@@ -44,10 +44,10 @@ HEADS = Heads(q=4, kv=2, dim_qk=128, dim_v=128)
 ANCHORS = Anchors(((0, 300, 700), (1,), (), (7, 130), (0,), (999,)), 16)
 
 
-def check(got: Outputs, expected: Outputs) -> None:
-    gradient = CUDA_BACKWARD_BY_DTYPE[torch.bfloat16]
+def check(got: Outputs, expected: Outputs, dtype: torch.dtype = torch.bfloat16) -> None:
+    gradient = CUDA_BACKWARD_BY_DTYPE[dtype]
     names = ("dq", "dk", "dv", "dblock_k", "dblock_v", "dsink")
-    forward = cuda_forward(torch.bfloat16, torch.bfloat16)
+    forward = cuda_forward(dtype, dtype)
     assert_outputs(got, expected, out=forward, **dict.fromkeys(names, gradient))
 
 
@@ -79,6 +79,21 @@ def test_sink_padding_and_what_is_kept(route):
     inputs = random_inputs(plan, HEADS, torch.bfloat16, has_sink=True)
     config = SplitKVConfig(keep_queries=True)
     check(run_simulated(plan, inputs, config, device="cuda"), dense(plan, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("docs", [DOCS, [3000], [17] * 20], ids=["mixed", "long", "short"])
+@pytest.mark.parametrize(
+    "heads", [Heads(q=8, kv=2, dim_qk=128, dim_v=128), Heads(q=4, kv=4, dim_qk=64, dim_v=64)],
+    ids=["grouped", "alike"],
+)  # fmt: skip
+def test_keys_of_other_heads_travel(heads, docs, dtype):
+    """In groups of one, two or four KV heads; where all documents are whole, none travels."""
+    plan = make_plan(docs, 4, block_size=64, route="keys")
+    inputs = random_inputs(plan, heads, dtype, seed=6, has_dlse=True)
+    expected = dense(plan, inputs)
+    for config in (SplitKVConfig(), SplitKVConfig(num_stages=2, keep_queries=True)):
+        check(run_simulated(plan, inputs, config, device="cuda"), expected, dtype)
 
 
 # A8: microbatches in flight give the bits of isolated runs.
@@ -139,8 +154,9 @@ class DelayedTransport(PassingTransport):
 
 # A22: one hash, whatever the timing.
 @pytest.mark.parametrize("is_delayed", [False, True])
-def test_the_same_bits_at_any_timing(is_delayed):
-    plan = make_plan([3000, 1096], 4)
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_same_bits_at_any_timing(is_delayed, route):
+    plan = make_plan([3000, 1096], 4, route=route)
     inputs = random_inputs(plan, HEADS, torch.bfloat16, seed=22)
     config = SplitKVConfig(num_stages=3)
     expected = run_simulated(plan, inputs, config, device="cuda").fingerprint()
@@ -171,8 +187,9 @@ def test_default_partials_keep_the_error_of_one_rank():
 
 # A24: no host sync in a layer, memory that falls with cp, and no drift.
 @pytest.mark.parametrize("options", [{}, {"keep_queries": True}, {"num_stages": 1}], ids=str)
-def test_layers_never_wait_for_the_host(options):
-    plan = make_plan(DOCS, 4, queries=ANCHORS, block_size=64)
+@pytest.mark.parametrize(("queries", "route"), [(ANCHORS, "queries"), (Causal(), "keys")], ids=str)
+def test_layers_never_wait_for_the_host(options, queries, route):
+    plan = make_plan(DOCS, 4, queries=queries, block_size=64, route=route)
     inputs = random_inputs(plan, HEADS, torch.bfloat16, has_sink=True, has_dlse=True)
     config = SplitKVConfig(**options)
     group = ThreadGroup(4, device="cuda")

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_splitkv.comm import ProcessGroupTransport, check_same_plan
 from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.plan import Anchors, Causal, Full, Plan, Queries, Suffix, Window, make_plan
+from megatron_splitkv.plan.route import has_route
 from tests.gloo import run_gloo, run_outcomes
 from tests.ranks import (
     Heads,
@@ -105,9 +106,11 @@ def random_step(step: int) -> tuple[Plan, Inputs, SplitKVConfig]:
     queries: Queries = draw.choice([Causal(), Causal(), Window(draw.randint(1, 64)), Full()])
     if step % 7 == 3:
         queries = Suffix(draw.randint(1, 64))
-    plan = make_plan(docs, 4, queries=queries, block_size=draw.choice([None, 1, 16, 64]))
+    block_size = draw.choice([None, 1, 16, 64])
+    route = "keys" if step % 2 and has_route("keys", queries) else "queries"
+    plan = make_plan(docs, 4, queries=queries, block_size=block_size, route=route)
     config = SplitKVConfig(num_stages=draw.randint(1, 4), keep_queries=draw.random() < 0.5)
-    return plan, random_inputs(plan, Heads(q=2, kv=1, dim_qk=8, dim_v=8), seed=step), config
+    return plan, random_inputs(plan, Heads(q=4, kv=2, dim_qk=8, dim_v=8), seed=step), config
 
 
 def random_steps() -> list[tuple[list[Tensor | None], list[tuple]]]:

@@ -43,11 +43,12 @@ def run_in_order(order: str, jobs: list[tuple[Plan, Inputs]], config: SplitKVCon
 # A8: the plan belongs to the microbatch.
 @pytest.mark.parametrize("cp_size", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"keep_queries": True}, {"num_stages": 1}], ids=str)
-def test_microbatches_in_flight_give_the_bits_of_isolated_runs(cp_size, options):
+@pytest.mark.parametrize("route", ROUTES)
+def test_microbatches_in_flight_give_the_bits_of_isolated_runs(cp_size, options, route):
     config = SplitKVConfig(**options)
     jobs = []
     for seed, docs in enumerate(([300, 212], [17, 495])):
-        plan = make_plan(docs, cp_size, block_size=64)
+        plan = make_plan(docs, cp_size, block_size=64, route=route)
         jobs.append((plan, random_inputs(plan, HEADS, seed=seed, has_dlse=True)))
     alone = run_in_order("F0 B0 F1 B1", jobs, config)
     assert run_in_order("F0 F1 B0 B1", jobs, config) == alone

@@ -95,8 +95,9 @@ def test_head_geometry(heads, dtype, route):
     ids=str,
 )
 @pytest.mark.parametrize("cp_size", [2, 4])
-def test_short_and_empty_documents(docs, cp_size):
-    plan = make_plan(docs, cp_size, block_size=16)
+@pytest.mark.parametrize("route", ROUTES)
+def test_short_and_empty_documents(docs, cp_size, route):
+    plan = make_plan(docs, cp_size, block_size=16, route=route)
     inputs = random_inputs(plan, Heads(), seed=19, has_sink=True, has_dlse=True)
     got = run_simulated(plan, inputs)
     assert got.out.shape == inputs.dout.shape
@@ -106,8 +107,9 @@ def test_short_and_empty_documents(docs, cp_size):
 # A10: more ranks than tokens.
 @pytest.mark.parametrize("block_size", [1, 128])
 @pytest.mark.parametrize("num_stages", [1, 3, 8])
-def test_fewer_tokens_than_ranks(block_size, num_stages):
-    plan = make_plan([5], 8, block_size=block_size)
+@pytest.mark.parametrize("route", ROUTES)
+def test_fewer_tokens_than_ranks(block_size, num_stages, route):
+    plan = make_plan([5], 8, block_size=block_size, route=route)
     assert plan.tokens == (1, 1, 1, 1, 1, 0, 0, 0)
     inputs = random_inputs(plan, Heads(), seed=10)
     got = run_simulated(plan, inputs, SplitKVConfig(num_stages=num_stages))
@@ -135,16 +137,18 @@ def test_any_other_mask_over_any_placement(pack, cp_size, data):
 
 
 @pytest.mark.parametrize("softmax_scale", [0.0, 0.3, 2.0, -0.5])
-def test_softmax_scale(softmax_scale):
-    plan = make_plan([20, 13], 3, block_size=4)
+@pytest.mark.parametrize("route", ROUTES)
+def test_softmax_scale(softmax_scale, route):
+    plan = make_plan([20, 13], 3, block_size=4, route=route)
     inputs = random_inputs(plan, Heads(), seed=6, softmax_scale=softmax_scale)
     assert_outputs(run_simulated(plan, inputs), dense(plan, inputs))
 
 
 @pytest.mark.parametrize("used", ["out", "lse", "both"])
 @pytest.mark.parametrize("cp_size", [1, 3])
-def test_gradients_of_out_of_lse_and_of_both(used, cp_size):
-    plan = make_plan([20, 13, 1], cp_size, block_size=4)
+@pytest.mark.parametrize("route", ROUTES)
+def test_gradients_of_out_of_lse_and_of_both(used, cp_size, route):
+    plan = make_plan([20, 13, 1], cp_size, block_size=4, route=route)
     inputs = random_inputs(plan, Heads(), seed=7, has_dlse=used != "out", has_dout=used != "lse")
     assert_outputs(run_simulated(plan, inputs), dense(plan, inputs))
 

@@ -108,10 +108,14 @@ def test_documents_on_one_rank_send_nothing():
     assert calls == [[]] * 4, "nor do they call a collective"
 
 
-@pytest.mark.parametrize("queries", [Causal(), ANCHORS], ids=["causal", "anchors"])
+@pytest.mark.parametrize(
+    ("queries", "route"),
+    [(Causal(), "queries"), (Causal(), "keys"), (ANCHORS, "queries")],
+    ids=["causal", "causal, keys", "anchors"],
+)
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_kept_queries_change_no_bit(queries, num_stages):
-    plan = make_plan([60, 128], 4, queries=queries, block_size=8)
+def test_kept_rows_change_no_bit(queries, route, num_stages):
+    plan = make_plan([60, 128], 4, queries=queries, block_size=8, route=route)
     inputs = random_inputs(plan, HEADS, has_dlse=True)
     config = SplitKVConfig(num_stages=num_stages)
     first = run_simulated(plan, inputs, config)
@@ -139,6 +143,20 @@ def test_cheap_partials_stay_within_a_rounding(queries, cp_size, partial_dtype):
     assert travelled > 3e-5, "the option must have an effect"
 
 
+@pytest.mark.parametrize("partial_dtype", ["bf16", "fp16"])
+def test_cheap_gradients_of_keys_stay_within_a_rounding(partial_dtype):
+    """Where keys travel only dk and dv come back rounded; out, lse and dq are final and local."""
+    plan = make_plan([60, 128], 4, block_size=8, route="keys")
+    inputs = random_inputs(plan, Heads(q=4, kv=2, dim_qk=16, dim_v=8), has_dlse=True)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[partial_dtype]
+    rounded = GRADIENT_BY_DTYPE[dtype]
+    expected = dense(plan, inputs)
+    got = run_simulated(plan, inputs, SplitKVConfig(partial_dtype=partial_dtype))
+    assert_outputs(got, expected, out=FP32, dq=FP32, dk=rounded, dv=rounded)
+    for mine, theirs in ((got.dk, expected.dk), (got.dv, expected.dv)):
+        assert (mine.double() - theirs).norm() / theirs.norm() > 3e-5, "the option has an effect"
+
+
 # A17: what travels by default must not show beside the error of one rank. Under a full mask every
 # rank has an equal share in each row: the hardest case.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -164,11 +182,13 @@ def test_partials_of_one_rank_are_never_rounded():
 
 
 @pytest.mark.parametrize("partial_dtype", FORMATS)
-def test_every_rank_runs_the_same_collectives(partial_dtype):
-    plan = make_plan([60, 128, 1], 4, block_size=8)
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_rank_runs_the_same_collectives(partial_dtype, route):
+    plan = make_plan([60, 128, 1], 4, block_size=8, route=route)
     config = SplitKVConfig(num_stages=2, partial_dtype=partial_dtype)
     _, _, calls = run_recorded(plan, random_inputs(plan, HEADS), config)
     assert len({tuple(call[:2] for call in rank) for rank in calls}) == 1
+    assert calls[0], "documents are shared"
     for step in range(len(calls[0])):
         for rank, peer in ((r, p) for r in range(4) for p in range(4)):
             assert calls[rank][step][2][peer] == calls[peer][step][3][rank]
