@@ -97,6 +97,11 @@ def _check_tensors(
                 f"{name} has stride {tensor.stride(2)} in its last dimension, needs 1; "
                 f"pass {name}.contiguous()"
             )
+    # Before anything is sent: a rank that found it later would leave the others waiting.
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"v has shape {list(v.shape)}, needs [{kv_rows}, {k.shape[1]}, any]")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k has shape {list(k.shape)}, needs [any, any, {q.shape[2]}]")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"q has {q.shape[1]} heads, needs a multiple of the {k.shape[1]} heads of k and v"

@@ -296,7 +296,7 @@ def plan_from_json(text: str) -> Plan:
         queries=_parse(data["queries"]),
         runs=_read_only(np.asarray(data["runs"], dtype=np.int64).reshape(-1, 4)),
         query_rows=tuple(data["query_rows"]),
-        route=data["route"],
+        route=data.get("route", "queries"),  # else it is older: refused by its fingerprint
         costs=tuple(data["costs"]),
     )
     if plan.fingerprint != data["fingerprint"] or plan.costs != _costs(plan):

@@ -125,6 +125,32 @@ def test_views_of_a_fused_projection():
         assert all(map(torch.equal, mine, theirs))
 
 
+@pytest.mark.parametrize("route", ["queries", "keys"])
+@pytest.mark.parametrize(
+    ("k_shape", "v_shape", "message"),
+    [
+        ((2, 16), (1, 16), r"v has shape \[32, 1, 16\], needs \[32, 2, any\]"),
+        ((2, 16), (4, 16), r"v has shape \[32, 4, 16\], needs \[32, 2, any\]"),
+        ((2, 8), (2, 16), r"k has shape \[32, 2, 8\], needs \[any, any, 16\]"),
+    ],
+)
+def test_keys_and_values_that_do_not_fit_are_refused_on_every_rank(
+    route, k_shape, v_shape, message
+):
+    """Also where all keys travel, so that no kernel call sees k and v of this rank."""
+    plan = make_plan([64], 2, block_size=4, route=route)
+
+    def body(transport):
+        layout = build_layout(plan, transport.rank)
+        context = SplitKVContext(layout=layout, transport=transport)
+        q, k, v = (torch.zeros(32, *shape) for shape in ((4, 16), k_shape, v_shape))
+        with torch.no_grad(), pytest.raises(ValueError, match=message):
+            splitkv_attention(q, k, v, context)
+        return True
+
+    assert ThreadGroup(2).run(body) == [True, True]
+
+
 def test_heads_that_do_not_divide_are_refused():
     plan = make_plan([9], 1, route="keys")
     context = SplitKVContext(layout=build_layout(plan, 0), transport=None)
