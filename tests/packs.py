@@ -75,6 +75,19 @@ def block_mask(plan: Plan) -> np.ndarray:
     return block[:, None] == block[None, :]
 
 
+def members(ranges: np.ndarray, size: int) -> np.ndarray:
+    """`[size]` bool of `[n, 2]` ranges; asserts that they are sorted, disjoint and not empty."""
+    assert ranges.dtype == np.int64
+    assert ranges.shape == (len(ranges), 2)
+    is_member = np.zeros(size, dtype=bool)
+    last = 0
+    for begin, end in ranges.tolist():
+        assert last <= begin < end <= size
+        is_member[begin:end] = True
+        last = end
+    return is_member
+
+
 def pad_rows(plan: Plan) -> np.ndarray:
     """Which query rows are pads, `[num_rows]` bool."""
     if not plan.is_self_attention:

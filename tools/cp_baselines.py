@@ -217,8 +217,8 @@ class Ulysses(Method):
         self.intervals = self.row_intervals()
         self.rows = even_split(len(self.intervals), self.cp_size)
 
-    @staticmethod
-    def refusal(workload: Workload, cp_size: int) -> str | None:
+    @classmethod
+    def refusal(cls, workload: Workload, cp_size: int) -> str | None:
         heads_q, heads_kv = workload.heads
         if heads_q % cp_size:
             return f"{heads_q} query heads do not divide over {cp_size} ranks"

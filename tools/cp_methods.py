@@ -26,6 +26,7 @@ from megatron_splitkv.ops import (
     partial_attention_backward,
 )
 from megatron_splitkv.plan import Suffix, make_plan
+from megatron_splitkv.plan.route import has_route
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 SMALL_LENS = (301, 1, 77, 134)  # divides by nothing
@@ -84,8 +85,8 @@ class Method(ABC):
     def part(self, rank: int, transport: Transport | None, device: torch.device) -> RankPart:
         """One rank of the method."""
 
-    @staticmethod
-    def refusal(workload: Workload, cp_size: int) -> str | None:
+    @classmethod
+    def refusal(cls, workload: Workload, cp_size: int) -> str | None:
         """Why the method cannot run, or None."""
         return None
 
@@ -121,20 +122,28 @@ class SplitKV(Method):
     route = "auto"
     num_stages: int | None = None  # else as configured
 
+    @classmethod
+    def refusal(cls, workload: Workload, cp_size: int) -> str | None:
+        if cls.route == "auto" or has_route(cls.route, workload.queries):
+            return None
+        return f"{cls.route} do not travel with the mask {workload.queries}"
+
     def place(self) -> None:
-        is_auto = self.route == "auto"
+        if self.num_stages is not None:
+            self.config = replace(self.config, num_stages=self.num_stages)
+        config, route = self.config, self.route
+        if route == "auto":
+            route = self.workload.route(self.cp_size, config.num_stages)
         self.plan = make_plan(
             self.workload.doc_lens,
             self.cp_size,
             queries=self.workload.queries,
-            block_size=self.config.block_size,
-            route=self.workload.route(self.cp_size) if is_auto else self.route,
-            tolerance=self.config.balance_tolerance,
+            block_size=config.block_size,
+            route=route,
+            tolerance=config.balance_tolerance,
         )
-        if self.num_stages is not None:
-            self.config = replace(self.config, num_stages=self.num_stages)
         self.layouts = [
-            build_layout(self.plan, rank, num_stages=self.config.num_stages)
+            build_layout(self.plan, rank, num_stages=config.num_stages)
             for rank in range(self.cp_size)
         ]
         self.tokens = [layout.kv_index.numpy() for layout in self.layouts]

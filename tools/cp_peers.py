@@ -41,8 +41,8 @@ class TransformerEngine(Method):
     comm_type: str
     is_ours = False
 
-    @staticmethod
-    def refusal(workload: Workload, cp_size: int) -> str | None:
+    @classmethod
+    def refusal(cls, workload: Workload, cp_size: int) -> str | None:
         if (reason := missing()) is not None:
             return reason
         is_rows = isinstance(workload.queries, Suffix)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_splitkv.plan import Causal, Plan, Queries, Suffix, choose_route, make_plan
+from megatron_splitkv.plan.report import AttentionShape
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -43,16 +44,19 @@ class Workload:
         """Everything on one rank."""
         return make_plan(self.doc_lens, 1, queries=self.queries)
 
-    def route(self, cp_size: int) -> str:
-        """What travels where nobody says, as in Megatron's runs."""
-        return choose_route(
-            cp_size=cp_size,
+    def shape(self, dtype: str) -> AttentionShape:
+        """What its rows weigh."""
+        return AttentionShape(
             num_heads_q=self.heads[0],
             num_heads_kv=self.heads[1],
             head_dim_qk=self.head_dim,
             head_dim_v=self.head_dim,
-            queries=self.queries,
+            dtype=dtype,
         )
+
+    def route(self, cp_size: int, num_stages: int | None = None) -> str:
+        """What travels where nobody says, as in Megatron's runs."""
+        return choose_route(self.shape("bf16"), cp_size, self.queries, num_stages=num_stages)
 
     def flop(self) -> tuple[float, float]:
         """Of forward and backward, counting visible pairs: 2 products, and 5."""

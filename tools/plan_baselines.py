@@ -7,7 +7,7 @@ query row where keys travel.
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,10 @@ from megatron_splitkv.plan import (
     Plan,
     Queries,
     is_self_attention,
-    plan_exchange,
-    plan_key_exchange,
+    travelling_rows,
 )
-from megatron_splitkv.plan.mirror import mirrored_runs
+from megatron_splitkv.plan.mirror import joined
+from megatron_splitkv.plan.plan import count_costs
 from megatron_splitkv.plan.queries import build_model, rows_per_unit
 from megatron_splitkv.plan.report import max_over_mean
 
@@ -70,8 +70,7 @@ class Judged:
 
 def judge(plan: Plan) -> Judged:
     """Figures of a plan, made by us or by a baseline."""
-    exchange = plan_key_exchange(plan) if plan.route == "keys" else plan_exchange(plan)
-    rows = exchange.travelling().sum() / max(1, plan.model().num_rows)
+    rows = travelling_rows(plan).sum() / max(1, plan.model().num_rows)
     return Judged(
         imbalance=max_over_mean(plan.costs) - 1.0,
         token_drift=max_over_mean(plan.tokens) - 1.0,
@@ -82,14 +81,9 @@ def judge(plan: Plan) -> Judged:
 
 def plan_of_blocks(problem: Problem, blocks: Int64Array, ranks: Int64Array) -> Plan:
     """A plan that has each block on the rank that a baseline chose, adjacent blocks joined."""
-    order = np.lexsort((blocks[:, 1], blocks[:, 0], ranks))
-    runs = np.column_stack([ranks, blocks])[order]
-    is_cut = (runs[1:, :2] != runs[:-1, :2]).any(axis=1) | (runs[1:, 2] != runs[:-1, 3])
-    edge = np.ones(min(1, len(runs)), dtype=bool)
-    joined = runs[np.concatenate([edge, is_cut])]
-    joined[:, 3] = runs[np.concatenate([is_cut, edge]), 3]
+    runs = joined(np.column_stack([ranks, blocks]))
     tokens = np.zeros(problem.cp_size, dtype=np.int64)
-    np.add.at(tokens, joined[:, 0], joined[:, 3] - joined[:, 2])
+    np.add.at(tokens, runs[:, 0], runs[:, 3] - runs[:, 2])
     model = problem.model
     unit = rows_per_unit(problem.queries)
     ends = [
@@ -97,20 +91,18 @@ def plan_of_blocks(problem: Problem, blocks: Int64Array, ranks: Int64Array) -> P
         for rank in range(problem.cp_size)
     ]
     is_self = is_self_attention(problem.queries)
-    paid = joined
-    if problem.route == "keys":
-        paid = mirrored_runs(joined, np.asarray(problem.lens, dtype=np.int64))
-    return Plan(
+    plan = Plan(
         cp_size=problem.cp_size,
         block_size=problem.block_size,
         doc_lens=problem.lens,
         padded_lens=problem.lens,
         queries=problem.queries,
-        runs=joined,
+        runs=runs,
         query_rows=tuple(tokens.tolist()) if is_self else tuple(np.diff([0, *ends]).tolist()),
         route=problem.route,
-        costs=tuple(_planner.rank_costs(model, paid, problem.cp_size)),
+        costs=(),
     )
+    return replace(plan, costs=count_costs(plan))
 
 
 def cut_at(lens: Sequence[int], ends: Sequence[int]) -> Int64Array:

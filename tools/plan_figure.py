@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_splitkv.plan import Plan, plan_exchange, plan_key_exchange
+from megatron_splitkv.plan import Plan, travelling_rows
 
 MAX_DOCUMENTS = 60  # bars drawn, the longest documents
 MAX_LABELS = 16
@@ -51,10 +51,8 @@ def plot_plan(plan: Plan, before: Sequence[int], path: Path) -> None:
     loads.axhline(sum(plan.costs) / plan.cp_size, color="black", linewidth=0.8, label="mean")
     loads.set(title="visible pairs by rank", xlabel="rank", ylabel="pairs")
     loads.legend(fontsize="small")
-    is_keys = plan.route == "keys"
-    rows = (plan_key_exchange(plan) if is_keys else plan_exchange(plan)).travelling()
-    name = "keys" if is_keys else "query rows"
-    image = traffic.imshow(rows, cmap="viridis", interpolation="nearest")
+    name = "keys" if plan.route == "keys" else "query rows"
+    image = traffic.imshow(travelling_rows(plan), cmap="viridis", interpolation="nearest")
     figure.colorbar(image, ax=traffic, shrink=0.8, label=name)
     traffic.set(title=f"{name} that travel", xlabel="to rank", ylabel="from rank")
     for axis in (documents.yaxis, loads.xaxis, traffic.xaxis, traffic.yaxis):

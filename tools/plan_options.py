@@ -331,14 +331,7 @@ def route_of(args: argparse.Namespace, shape: AttentionShape, queries: Queries) 
     """The route of the options; auto is resolved."""
     if args.route != "auto":
         return args.route
-    return choose_route(
-        cp_size=args.cp,
-        num_heads_q=shape.num_heads_q,
-        num_heads_kv=shape.num_heads_kv,
-        head_dim_qk=shape.head_dim_qk,
-        head_dim_v=shape.head_dim_v,
-        queries=queries,
-    )
+    return choose_route(shape, args.cp, queries, num_stages=args.stages)
 
 
 def network_of(args: argparse.Namespace) -> Network | None:

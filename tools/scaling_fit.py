@@ -24,7 +24,7 @@ from megatron_splitkv.plan.predict import (
     layer_load,
     predict_load,
 )
-from megatron_splitkv.plan.report import AttentionShape, report_plan
+from megatron_splitkv.plan.report import report_plan
 
 COMPUTE_TERMS = ("row_ns", "run_ns", "base_ns")
 LINK_TERMS = ("link_gb_per_s", "link_latency_us")
@@ -103,23 +103,11 @@ def plan_of(workload: Workload, cp_size: int, machine: Machine | None = None) ->
     )
 
 
-def shape_of(workload: Workload, dtype: str) -> AttentionShape:
-    """What a row of the workload weighs."""
-    dim = workload.head_dim
-    return AttentionShape(
-        num_heads_q=workload.heads[0],
-        num_heads_kv=workload.heads[1],
-        head_dim_qk=dim,
-        head_dim_v=dim,
-        dtype=dtype,
-    )
-
-
 def measured_of(
     kind: str, workload: Workload, cp_size: int, dtype: str, step_ms: float
 ) -> Measured:
     """A step with the load of its plan."""
-    load = layer_load(plan_of(workload, cp_size), shape_of(workload, dtype), SplitKVConfig())
+    load = layer_load(plan_of(workload, cp_size), workload.shape(dtype), SplitKVConfig())
     return Measured(
         kind=kind, name=workload.name, cp_size=cp_size, load=load, step_us=step_ms * 1e3
     )
@@ -255,7 +243,7 @@ def project(
     """
     machine = Machine(ranks_per_node=NODE_RANKS)
     plan = plan_of(workload, NODE_RANKS, machine)
-    report = report_plan(plan, shape_of(workload, calibration.dtype), SplitKVConfig())
+    report = report_plan(plan, workload.shape(calibration.dtype), SplitKVConfig())
     network = Network(ranks_per_node=NODE_RANKS, gb_per_s=network_gb_per_s)
     tolerance = SplitKVConfig().balance_tolerance
     steps = simulate(plan, report, calibration, machine, tolerance, network)

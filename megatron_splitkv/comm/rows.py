@@ -138,12 +138,11 @@ def _strides(shape: tuple[int, ...], row_stride: int) -> tuple[int, ...]:
     return row_stride, *(prod(shape[dim:]) for dim in range(1, len(shape) + 1))
 
 
-def chosen_rows(packed: Tensor, rows: Tensor, into: Tensor | None = None) -> Tensor:
-    """Rows of packed ones, `packed[rows]`, in new memory if none is given."""
-    if into is None:
-        into = empty_rows(len(rows), packed.shape[1], packed.device)
-    run_pack(into, [packed], (0,), rows)
-    return into
+def chosen_rows(packed: Tensor, rows: Tensor) -> Tensor:
+    """Rows of packed ones, `packed[rows]`, in new memory."""
+    chosen = empty_rows(len(rows), packed.shape[1], packed.device)
+    run_pack(chosen, [packed], (0,), rows)
+    return chosen
 
 
 def gather_rows(

@@ -37,7 +37,8 @@ def placement_queries(args: Namespace) -> Queries:
 
 
 def route_from_args(args: Namespace) -> str:
-    """What `--splitkv-route` names, "queries" or "keys"; auto goes by heads, mask and ranks.
+    """What `--splitkv-route` names, "queries" or "keys"; auto goes by heads, mask, ranks
+    and `--splitkv-stages`.
 
     Auto is "queries" where the heads come with a checkpoint and no argument says them.
 
@@ -57,14 +58,11 @@ def route_from_args(args: Namespace) -> str:
         return route
     if args.context_parallel_size == 1 or not _says_heads(args):
         return "queries"
-    shape = attention_shape_from_args(args)
     return choose_route(
-        cp_size=args.context_parallel_size,
-        num_heads_q=shape.num_heads_q,
-        num_heads_kv=shape.num_heads_kv,
-        head_dim_qk=shape.head_dim_qk,
-        head_dim_v=shape.head_dim_v,
-        queries=queries,
+        attention_shape_from_args(args),
+        args.context_parallel_size,
+        queries,
+        num_stages=args.splitkv_stages,
     )
 
 

@@ -2,7 +2,12 @@
 
 from megatron_splitkv.plan.cache import PlanCache
 from megatron_splitkv.plan.exchange import RowExchange, StageRows, plan_exchange
-from megatron_splitkv.plan.key_exchange import KeyExchange, num_head_groups, plan_key_exchange
+from megatron_splitkv.plan.key_exchange import (
+    KeyExchange,
+    num_head_groups,
+    plan_key_exchange,
+    travelling_rows,
+)
 from megatron_splitkv.plan.plan import Machine, Plan, make_plan, plan_from_json
 from megatron_splitkv.plan.planner import Planner, Timing
 from megatron_splitkv.plan.queries import (
@@ -42,4 +47,5 @@ __all__ = [
     "plan_exchange",
     "plan_from_json",
     "plan_key_exchange",
+    "travelling_rows",
 ]

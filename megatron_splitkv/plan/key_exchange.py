@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 import megatron_splitkv._planner as _planner
-from megatron_splitkv.plan.exchange import between_ranks, owned_rows
+from megatron_splitkv.plan.exchange import between_ranks, owned_rows, plan_exchange
 from megatron_splitkv.plan.mirror import mirrored_ranges
 from megatron_splitkv.plan.plan import Int64Array, Plan
 from megatron_splitkv.plan.queries import Queries
@@ -61,6 +61,14 @@ def num_head_groups(
         num_stages = min(HEAD_GROUPS, num_rows * num_heads_q // MIN_ROWS_OF_GROUP)
     most = max(1, min(num_heads_kv, num_stages))
     return next(num for num in range(most, 0, -1) if num_heads_kv % num == 0)
+
+
+def travelling_rows(plan: Plan) -> Int64Array:
+    """Rows of queries or of keys, as the plan has it, that each rank needs of each other one,
+    `[cp_size, cp_size]`.
+    """
+    exchange = plan_key_exchange(plan) if plan.route == "keys" else plan_exchange(plan)
+    return exchange.travelling()
 
 
 def plan_key_exchange(plan: Plan, queries: Queries | None = None) -> KeyExchange:

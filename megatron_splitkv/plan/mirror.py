@@ -15,7 +15,7 @@ Int64Array = npt.NDArray[np.int64]
 def mirrored_runs(runs: Int64Array, doc_lens: Int64Array) -> Int64Array:
     """Runs of a placement, `[n, 4]` as in `Plan`, of the reversed documents; its own inverse."""
     lens = doc_lens[runs[:, 1]]
-    return _joined(_reversed(runs[:, :2], runs[:, 2], runs[:, 3], lens))
+    return joined(_reversed(runs[:, :2], runs[:, 2], runs[:, 3], lens))
 
 
 def mirrored_ranges(ranges: Int64Array, doc_lens: Int64Array, doc_starts: Int64Array) -> Int64Array:
@@ -33,12 +33,10 @@ def mirrored_ranges(ranges: Int64Array, doc_lens: Int64Array, doc_starts: Int64A
     doc = np.arange(int(times.sum()), dtype=np.int64) - np.repeat(skipped - first, times)
     begin = np.maximum(np.repeat(ranges[:, 0], times) - doc_starts[doc], 0)
     end = np.minimum(np.repeat(ranges[:, 1], times) - doc_starts[doc], doc_lens[doc])
-    pieces = _joined(_reversed(np.stack([doc * 0, doc], axis=1), begin, end, doc_lens[doc]))
-    found = pieces[:, 2:] + doc_starts[pieces[:, 1:2]]
-    # Ranges of two documents that touch are one.
-    is_new = np.concatenate([[True], found[1:, 0] != found[:-1, 1]])[: len(found)]
-    ends = np.concatenate([is_new[1:], [True]])[: len(found)]
-    return np.stack([found[is_new, 0], found[ends, 1]], axis=1)
+    pieces = _reversed(np.stack([doc, doc], axis=1), begin, end, doc_lens[doc])
+    pieces[:, 2:] += doc_starts[pieces[:, 1:2]]
+    pieces[:, :2] = 0  # ranges of two documents that touch are one
+    return joined(pieces)[:, 2:]
 
 
 def _reversed(
@@ -51,7 +49,7 @@ def _reversed(
     return pieces[pieces[:, 2] < pieces[:, 3]]
 
 
-def _joined(pieces: Int64Array) -> Int64Array:
+def joined(pieces: Int64Array) -> Int64Array:
     """Pieces `[n, 4]` in order, those that touch as one."""
     pieces = pieces[np.lexsort(pieces.T[2::-1])]
     touches = (pieces[1:, :2] == pieces[:-1, :2]).all(axis=1) & (pieces[1:, 2] == pieces[:-1, 3])

@@ -9,10 +9,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 import megatron_splitkv._planner as _planner
-from megatron_splitkv.plan.mirror import mirrored_runs
+from megatron_splitkv.plan.mirror import Int64Array, mirrored_runs
 from megatron_splitkv.plan.queries import (
     Anchors,
     Causal,
@@ -28,8 +27,6 @@ from megatron_splitkv.plan.queries import (
     whole_numbers,
 )
 from megatron_splitkv.plan.route import check_route
-
-Int64Array = npt.NDArray[np.int64]
 
 BLOCKS_PER_RANK = 16  # cuts of one document fall on multiples of a block and still balance it
 MAX_AUTO_BLOCK = 512  # longer blocks gain no kernel speed
@@ -299,7 +296,7 @@ def plan_from_json(text: str) -> Plan:
         route=data.get("route", "queries"),  # else it is older: refused by its fingerprint
         costs=tuple(data["costs"]),
     )
-    if plan.fingerprint != data["fingerprint"] or plan.costs != _costs(plan):
+    if plan.fingerprint != data["fingerprint"] or plan.costs != count_costs(plan):
         raise ValueError(
             f"plan fingerprint={data['fingerprint']} with costs={data['costs']} does not match its "
             f"contents ({plan.fingerprint}); the file was edited or cut short, make the plan again"
@@ -307,7 +304,8 @@ def plan_from_json(text: str) -> Plan:
     return plan
 
 
-def _costs(plan: Plan) -> tuple[int, ...]:
+def count_costs(plan: Plan) -> tuple[int, ...]:
+    """The costs of a plan, counted from its runs and its route."""
     runs = plan.mirrored_runs if plan.route == "keys" else plan.runs
     return tuple(_planner.rank_costs(plan.model(), runs, plan.cp_size))
 

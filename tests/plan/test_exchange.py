@@ -19,19 +19,7 @@ from megatron_splitkv.plan import (
     plan_exchange,
 )
 from megatron_splitkv.plan.exchange import DEALT_ROWS, MIN_STAGE_ROWS
-from tests.packs import owner_of_rows, owner_of_tokens, packs, plan_mask, query_specs
-
-
-def members(ranges: np.ndarray, size: int) -> np.ndarray:
-    """`[size]` bool; asserts that the ranges are sorted, disjoint and not empty."""
-    assert ranges.dtype == np.int64
-    flat = ranges.flatten().tolist()
-    assert flat == sorted(flat)
-    assert all(begin < end for begin, end in ranges.tolist())
-    is_member = np.zeros(size, dtype=bool)
-    for begin, end in ranges.tolist():
-        is_member[begin:end] = True
-    return is_member
+from tests.packs import members, owner_of_rows, owner_of_tokens, packs, plan_mask, query_specs
 
 
 def check_exchange(exchange: RowExchange, owner: np.ndarray, sees: np.ndarray) -> None:

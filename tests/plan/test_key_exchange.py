@@ -21,20 +21,7 @@ from megatron_splitkv.plan import (
     plan_from_json,
     plan_key_exchange,
 )
-from tests.packs import owner_of_tokens, packs, plan_mask, query_specs
-
-
-def members(ranges: np.ndarray, size: int) -> np.ndarray:
-    """`[size]` bool; asserts that the ranges are sorted, disjoint and not empty."""
-    assert ranges.dtype == np.int64
-    assert ranges.shape == (len(ranges), 2)
-    is_member = np.zeros(size, dtype=bool)
-    last = 0
-    for begin, end in ranges.tolist():
-        assert last <= begin < end <= size
-        is_member[begin:end] = True
-        last = end
-    return is_member
+from tests.packs import members, owner_of_tokens, packs, plan_mask, query_specs
 
 
 def check_keys(plan: Plan, queries: Queries | None = None) -> None:

@@ -105,6 +105,9 @@ def test_each_route_is_a_method():
         placed = kind(case, 2, SplitKVConfig())
         assert placed.plan.route == route
         assert (placed.layouts[0].keys is not None) == (route == "keys")
+    rows = workload(Suffix(50), (1 << 10,))
+    assert [kind.refusal(rows, 2) for kind in kinds[::2]] == [None, None]
+    assert kinds[1].refusal(rows, 2) == "keys do not travel with the mask Suffix(num_rows=50)"
 
 
 def test_replay_has_no_peers(monkeypatch):
