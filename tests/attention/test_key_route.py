@@ -155,5 +155,7 @@ def test_heads_that_do_not_divide_are_refused():
     plan = make_plan([9], 1, route="keys")
     context = SplitKVContext(layout=build_layout(plan, 0), transport=None)
     q, k = torch.zeros(9, 4, 8), torch.zeros(9, 3, 8)
-    with pytest.raises(ValueError, match="q has 4 heads, needs a multiple of the 3 heads"):
+    with pytest.raises(
+        ValueError, match="q has 4 heads, needs a multiple of the 3 heads of k and v"
+    ):
         splitkv_attention(q, k, k, context)

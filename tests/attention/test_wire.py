@@ -10,6 +10,7 @@ from megatron_splitkv.config import ROUTES, SplitKVConfig
 from megatron_splitkv.plan import Anchors, Causal, Full, Plan, Suffix, Window, make_plan
 from megatron_splitkv.plan.report import AttentionShape, report_plan
 from megatron_splitkv.plan.route import has_route
+from megatron_splitkv.wire import PartialFormat
 from tests.ranks import (
     Heads,
     Inputs,
@@ -67,6 +68,19 @@ def test_bytes_are_those_of_the_report(cp_size, queries, dtype, route):
             report = report_plan(plan, shape, config)
             assert [forward for forward, _ in sent] == list(report.bytes_forward)
             assert [backward for _, backward in sent] == list(report.bytes_backward)
+
+
+def test_bytes_between_the_fields_of_partials_are_zero():
+    """One head: 6 and 10 bytes of values and 4 of each scale, each field padded to 16."""
+    wire = PartialFormat(partial_dtype="fp16", num_heads=1, dims=(3, 5), has_lse=False)
+    packed = torch.full((4, wire.row_bytes), 7, dtype=torch.uint8)
+    wire.pack([torch.ones(4, 1, 3), torch.ones(4, 1, 5)], into=packed)
+    fields = [(0, 6), (16, 26), (32, 36), (48, 52)]
+    is_field = torch.zeros(64, dtype=torch.bool)
+    for begin, end in fields:
+        is_field[begin:end] = True
+    assert packed.shape == (4, 64)
+    assert (packed[:, ~is_field] == 0).all() and (packed[:, 0:6] != 7).all()
 
 
 @pytest.mark.parametrize("length", [4096, 8192])

@@ -73,6 +73,7 @@ GROUPED = "--num-attention-heads 8 --group-query-attention "
         # A rank gathers one KV head at a time: of 16 ranks as much as its own 8 q and 8 out.
         (GROUPED + "--num-query-groups 2 --context-parallel-size 16", "keys"),
         (GROUPED + "--num-query-groups 2 --context-parallel-size 32", "queries"),
+        (GROUPED + "--num-query-groups 2 --context-parallel-size 16 --splitkv-stages 1", "queries"),
         # A tensor-parallel rank has four heads that read one, which makes one group.
         (GROUPED + "--num-query-groups 2 --context-parallel-size 8 --tensor-model-parallel-size 2",
          "keys"),

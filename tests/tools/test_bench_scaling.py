@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench_scaling import read_done
+from cp_methods import SplitKV
 from cp_report import Line
 from cp_workloads import NAMES, workload_of
 from scaling_cases import (
@@ -28,12 +29,13 @@ from scaling_cases import (
     once_seconds,
     size_name,
 )
-from scaling_fit import Projected, fit, measured_of, project
+from scaling_fit import Projected, fit, measured_of, plan_of, project
 from scaling_report import Report, markdown, plot, rows_of
 from scaling_worker import Job
 from scaling_worker import run as run_cases
 
 from megatron_splitkv.checks.processes import World
+from megatron_splitkv.config import SplitKVConfig
 from megatron_splitkv.plan import Suffix
 from megatron_splitkv.plan.predict import Calibration, predict_load
 
@@ -341,3 +343,10 @@ def test_bad_options_are_one_line(tmp_path):
     done = run(tmp_path, "--device", "cuda")
     assert done.returncode == 2
     assert "torch finds no GPU" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("name", "route"), [("16k-gqa", "keys"), ("8k-16k", "queries")])
+def test_what_is_fitted_travels_as_what_was_measured(name, route):
+    workload = workload_of(name)
+    assert plan_of(workload, 2).route == route
+    assert SplitKV(workload, 2, SplitKVConfig()).plan == plan_of(workload, 2)
