@@ -371,3 +371,11 @@ def test_query_rows_of_context_attention():
 def test_bad_input_says_what_and_how(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make_plan(**({"doc_lens": [9], "cp_size": 2} | arguments))
+
+
+def test_a_plan_saved_before_there_were_routes_is_refused():
+    data = json.loads(make_plan([9, 4], 2).to_json())
+    del data["route"]
+    data["fingerprint"] = "0" * 16  # which had no route in it
+    with pytest.raises(ValueError, match=r"does not match its contents .*make the plan again"):
+        plan_from_json(json.dumps(data))
